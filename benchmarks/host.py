@@ -6,7 +6,7 @@ parallelism cost besides, of a block and of a parameter.
 
 Steps of models so narrow that a device waits for the host all the time; each number is the slope from few blocks to many, the least
 of some rounds. On a CPU it is this thread's time on a processor, tensors of a few elements in it, without those of gloo's own.
-`parallel/host.py` has what came of it.
+`plan/host.py` has what came of it.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join, parallelize
 from modelcenter.parallel.blocks import blocks
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.rehearse import Conditions, rehearse
-from modelcenter.parallel.twin import tables
+from modelcenter.plan.rehearse import Conditions, rehearse
+from modelcenter.plan.twin import tables
 from modelcenter.train.step import accumulate, autocast, update
 
 FEW, MANY = 4, 12  # blocks

@@ -50,12 +50,12 @@ from modelcenter.layers.initial import Constant, Normal, initial
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
-from modelcenter.parallel.chips import CHIPS, Chip, chip_here, chip_named
-from modelcenter.parallel.costs import Costs
 from modelcenter.parallel.device import memory_of
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Mapped
 from modelcenter.place import place
+from modelcenter.plan.chips import CHIPS, Chip, chip_here, chip_named
+from modelcenter.plan.costs import Costs
 from modelcenter.train.fit import job_of
 from modelcenter.train.graphs import WARM, graphs_of
 from modelcenter.train.recipe import Recipe

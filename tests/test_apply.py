@@ -26,9 +26,9 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
 from modelcenter.parallel.check import check
-from modelcenter.parallel.layout import best_of
 from modelcenter.parallel.ranks import ALONE, Ranks
 from modelcenter.place import place
+from modelcenter.plan.layout import best_of
 from modelcenter.skeleton import skeleton
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.step import accumulate, autocast, update

@@ -19,8 +19,8 @@ from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.blocks import KEPT, keep, recompute, selected, whole
-from modelcenter.parallel.deep import Deep
-from modelcenter.parallel.rehearse import Conditions, rehearse
+from modelcenter.plan.deep import Deep
+from modelcenter.plan.rehearse import Conditions, rehearse
 from modelcenter.skeleton import skeleton
 
 CASES = cases(all_tasks=False, all_variants=False)

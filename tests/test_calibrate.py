@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_ranks import run_of
 
-from modelcenter.parallel.chips import CHIPS
-from modelcenter.parallel.estimate import Estimate
 from modelcenter.parallel.machine import Machine
+from modelcenter.plan.chips import CHIPS
+from modelcenter.plan.estimate import Estimate
 from modelcenter.train import calibrate, choose, loop, paper, session
 from modelcenter.train.calibrate import Learned, Run, explained, learn, rate, read, remember
 from modelcenter.train.fit import Verdict

@@ -11,9 +11,9 @@ from test_plan import recipe_of
 
 from modelcenter.config import bind, read_recipe
 from modelcenter.errors import InputError
-from modelcenter.parallel.chips import CHIPS
-from modelcenter.parallel.estimate import Estimate
 from modelcenter.parallel.machine import Machine, load_machine
+from modelcenter.plan.chips import CHIPS
+from modelcenter.plan.estimate import Estimate
 from modelcenter.train import choose as module
 from modelcenter.train.choose import choose
 from modelcenter.train.folder import write_recipe

@@ -22,7 +22,7 @@ ROOT = Path(modelcenter.__file__).parent
 HOUSE = Path(__file__).parent.parent  # the checkout; the package may be installed elsewhere
 FILES = sorted(f for f in ROOT.rglob("*.py") if "__pycache__" not in f.parts)
 FLOORS = (
-    {"errors"}, {"ops", "config", "theirs"}, {"names", "layers"}, {"parallel", "checkpoint", "generate"}, {"adapter"},
+    {"errors"}, {"ops", "config", "theirs"}, {"names", "layers"}, {"parallel", "checkpoint", "generate"}, {"adapter", "plan"},
     {"guest", "skeleton", "resize", "model", "registry", "identify", "place", "create"}, {"models"},
     {"optim", "data", "metrics"}, {"train"}, {"doctor"}, {"cli"}, {"__main__"},
 )  # fmt: skip

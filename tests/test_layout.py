@@ -30,20 +30,20 @@ from modelcenter.optim import stacks
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.parallel import chips, host
-from modelcenter.parallel import layout as layout_module
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.blocks import blocks, units
-from modelcenter.parallel.chips import CHIPS, Chip, chip_named, together
-from modelcenter.parallel.costs import FRAGMENTS, GRAPHED, POINT, Costs
-from modelcenter.parallel.deep import Deep, rehearse_deep
-from modelcenter.parallel.estimate import Job
-from modelcenter.parallel.layout import best_of, layouts
 from modelcenter.parallel.machine import ROOM, Machine
-from modelcenter.parallel.rehearse import Conditions, rehearse, rehearse_update
-from modelcenter.parallel.survey import remedies, survey
-from modelcenter.parallel.tally import Tally, Work
-from modelcenter.parallel.twin import shards, twin
+from modelcenter.plan import chips, host
+from modelcenter.plan import layout as layout_module
+from modelcenter.plan.chips import CHIPS, Chip, chip_named, together
+from modelcenter.plan.costs import FRAGMENTS, GRAPHED, POINT, Costs
+from modelcenter.plan.deep import Deep, rehearse_deep
+from modelcenter.plan.estimate import Job
+from modelcenter.plan.layout import best_of, layouts
+from modelcenter.plan.rehearse import Conditions, rehearse, rehearse_update
+from modelcenter.plan.survey import remedies, survey
+from modelcenter.plan.tally import Tally, Work
+from modelcenter.plan.twin import shards, twin
 from modelcenter.train.step import accumulate, autocast, update
 
 CPU = torch.device("cpu")
@@ -776,7 +776,7 @@ def test_a_gpu_is_known_by_its_name_and_its_host_is_timed(monkeypatch: pytest.Mo
 
 ONE_THREAD = """
 import os, torch
-from modelcenter.parallel import chips
+from modelcenter.plan import chips
 def threads():
     return len(os.listdir("/proc/self/task"))
 torch.set_num_threads(8)

@@ -23,7 +23,7 @@ from modelcenter.ops import linear as module
 from modelcenter.ops._kernels import available
 from modelcenter.ops._mode import rehearsal
 from modelcenter.parallel.blocks import recompute
-from modelcenter.parallel.tally import Tally, Work
+from modelcenter.plan.tally import Tally, Work
 
 KERNELS = ops.swiglu.fast(torch.zeros(1))
 

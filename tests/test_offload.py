@@ -32,12 +32,12 @@ from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel import offload
 from modelcenter.parallel.ahead import Ahead
 from modelcenter.parallel.blocks import blocks
-from modelcenter.parallel.chips import CHIPS
 from modelcenter.parallel.device import home_of
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.offload import ALIGN, Aside, Room, aside_of
 from modelcenter.parallel.ranks import ALONE, settle
-from modelcenter.parallel.survey import remedies, survey
+from modelcenter.plan.chips import CHIPS
+from modelcenter.plan.survey import remedies, survey
 from modelcenter.train import fit, memory
 from modelcenter.train.loop import train
 from modelcenter.train.step import accumulate, autocast, update

@@ -27,15 +27,16 @@ from modelcenter.ops._kernels import available
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.ema import EMA
 from modelcenter.optim.optimizers import build_optimizer
-from modelcenter.parallel import chips, device
+from modelcenter.parallel import device
 from modelcenter.parallel.blocks import recompute as recompute_blocks
-from modelcenter.parallel.costs import Costs
-from modelcenter.parallel.deep import Deep
-from modelcenter.parallel.estimate import Job
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.plan import Plan
-from modelcenter.parallel.rehearse import Conditions, rehearse
-from modelcenter.parallel.survey import settings
+from modelcenter.plan import chips
+from modelcenter.plan.costs import Costs
+from modelcenter.plan.deep import Deep
+from modelcenter.plan.estimate import Job
+from modelcenter.plan.need import Plan
+from modelcenter.plan.rehearse import Conditions, rehearse
+from modelcenter.plan.survey import settings
 from modelcenter.train import fit, paper
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare

@@ -257,9 +257,8 @@ def test_machine_trains_on_its_gpu(name: str, zoo: Path, tmp_path: Path) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("over", [[], ["precision=fp16"]], ids=["", "fp16"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_waits_for_no_more_than_its_norm(
-    name: str, over: list[str], zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_waits_for_no_more_than_its_norm(name: str, over: list[str], zoo: Path, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the GPU is an error from the third step on, when what is made once has been made. AdamW's update is called
     before the norm is known; other optimizers wait for that."""
     shape, record = DATA[name]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import COMMAND_LINE, bind, merge, says
 from ..errors import InputError, refuse
+from ..parallel.machine import MOST
 from .arguments import Answer, Arguments, check_model
 from .recipe import given, machine_of, run_of, take_own
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Question:
     """What `plan` takes besides what `train` takes."""
 
-    gpus: int | None = field(default=None, metadata=says("devices; absent: those of the machine", min=1, max=65536))
+    gpus: int | None = field(default=None, metadata=says("devices; absent: those of the machine", min=1, max=MOST))
     device: str | None = field(default=None, metadata=says("a device by name, or a file; absent: what is here", min=1))
     tokens: float | None = field(default=None, metadata=says("tokens of the whole training, for its hours", above=0))
     price: float | None = field(default=None, metadata=says("of a device and hour, for its cost", above=0))

@@ -50,7 +50,7 @@ class Gather:
         return out
 
     def __deepcopy__(self, memo: Any) -> Callable[[Tensor], Tensor]:
-        """A copy, made for the rehearsal of a step (parallel/rehearse.py), communicates with nobody."""
+        """A copy, made for the rehearsal of a step (plan/rehearse.py), communicates with nobody."""
         return alone
 
 

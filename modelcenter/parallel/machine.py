@@ -19,6 +19,7 @@ else:
     Degree = Literal["auto"] | int
 Recompute = Literal["none", "selective", "full"] | bool
 LAYOUT = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute", "offload")  # the keys that say how ranks share the work
+MOST = 65536  # devices
 ROOM = 1.25  # of what a micro-batch takes must be free for a CUDA graph of it: a record's memory is its own
 
 
@@ -34,7 +35,7 @@ class Machine:
 
     devices: Literal["all"] | int | None = field(
         default=None, metadata=says("train on so many GPUs, in the layout predicted to be fastest; "
-                                    "all: every GPU here, or the CPU; null: the layout that the keys below give", min=1, max=65536)
+                                    "all: every GPU here, or the CPU; null: the layout that the keys below give", min=1, max=MOST)
     )  # fmt: skip
     tensor_parallel: int = field(default=1, metadata=says("ranks that share each layer's matrices", min=1, max=1024))
     sequence_parallel: bool = field(
@@ -42,10 +43,10 @@ class Machine:
     )
     fsdp: Degree = field(
         default=1, metadata=says("ranks that split the data and the training state; auto: all that the "
-                                 "launcher has started, divided by tensor_parallel x replicate", min=1, max=65536)
+                                 "launcher has started, divided by tensor_parallel x replicate", min=1, max=MOST)
     )  # fmt: skip
     replicate: int = field(
-        default=1, metadata=says("copies of the fsdp ranks, or of one; they split the data only", min=1, max=65536)
+        default=1, metadata=says("copies of the fsdp ranks, or of one; they split the data only", min=1, max=MOST)
     )
     zero: Literal[1, 2, 3] = field(
         default=3, metadata=says("what the fsdp ranks split: 1 the optimizer's state, 2 gradients too, 3 weights too")
@@ -98,7 +99,7 @@ class Machine:
         if "WORLD_SIZE" not in os.environ:
             found = "auto, and no launcher has said how many ranks there are"
             refuse(None, "fsdp", found, "torchrun, a number, or machine.devices=all in place of it")
-        ranks, others = variable("WORLD_SIZE", 1, 65536), self.tensor_parallel * self.replicate
+        ranks, others = variable("WORLD_SIZE", 1, MOST), self.tensor_parallel * self.replicate
         if ranks % others:
             found = f"auto, of {ranks} ranks with tensor_parallel={self.tensor_parallel} replicate={self.replicate}"
             refuse(None, "fsdp", found, f"a multiple of {others} ranks (WORLD_SIZE)")

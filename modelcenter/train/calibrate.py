@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.atomic import atomic_write
 from ..errors import InputError
-from ..parallel.chips import Chip, together
-from ..parallel.estimate import Estimate
+from ..plan.chips import Chip, together
+from ..plan.estimate import Estimate
 from .metrics import Row
 
 KEPT = 32  # runs of a device

@@ -8,12 +8,12 @@ import torch
 
 from ..data.objective import find_objective
 from ..errors import printable, refuse, tell
-from ..parallel.chips import CHIPS, Chip, chip_here
-from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of, memory_of
-from ..parallel.layout import check_open
 from ..parallel.machine import LAYOUT, Machine
-from ..parallel.survey import Survey, settings, survey
+from ..plan.chips import CHIPS, Chip, chip_here
+from ..plan.costs import Costs
+from ..plan.layout import check_open
+from ..plan.survey import Survey, settings, survey
 from .calibrate import learn
 from .fit import beside, ranks_here
 from .folder import ran

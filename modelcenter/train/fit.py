@@ -17,15 +17,15 @@ from ..model import Model
 from ..optim.ema import EMA
 from ..optim.optimizers import build_optimizer
 from ..parallel.check import compiles
-from ..parallel.chips import CHIPS, Chip, chip_here, host_rate
-from ..parallel.costs import Costs
 from ..parallel.device import memory_of
-from ..parallel.estimate import Estimate, Job
-from ..parallel.layout import RECOMPUTES
 from ..parallel.machine import Machine, in_copies, in_shards
-from ..parallel.plan import Plan
-from ..parallel.rehearse import Conditions
 from ..parallel.variable import variable
+from ..plan.chips import CHIPS, Chip, chip_here, host_rate
+from ..plan.costs import Costs
+from ..plan.estimate import Estimate, Job
+from ..plan.layout import RECOMPUTES
+from ..plan.need import Plan
+from ..plan.rehearse import Conditions
 from ..registry import families
 from ..skeleton import skeleton
 from .calibrate import NOTHING, Learned, learn

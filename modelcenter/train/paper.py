@@ -18,15 +18,15 @@ from ..identify import shape_of
 from ..layers import Adapted, ClassifyHead
 from ..model import Model
 from ..parallel.adapted import check_adapted
-from ..parallel.chips import Chip, chip_here, chip_named
-from ..parallel.costs import Costs
 from ..parallel.device import count_of, device_of
-from ..parallel.estimate import Job
-from ..parallel.layout import check_open
 from ..parallel.machine import LAYOUT, Machine
-from ..parallel.rehearse import Conditions
-from ..parallel.survey import Survey, survey
 from ..place import check_adapter
+from ..plan.chips import Chip, chip_here, chip_named
+from ..plan.costs import Costs
+from ..plan.estimate import Job
+from ..plan.layout import check_open
+from ..plan.rehearse import Conditions
+from ..plan.survey import Survey, survey
 from .calibrate import NOTHING, learn
 from .fit import beside, job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks

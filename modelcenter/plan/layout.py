@@ -5,10 +5,10 @@ from dataclasses import replace
 from math import ceil
 
 from ..errors import refuse
-from .check import compiles
+from ..parallel.check import compiles
+from ..parallel.machine import LAYOUT, Machine, Recompute
 from .costs import Costs, heads_of
 from .estimate import Estimate, Job
-from .machine import LAYOUT, Machine, Recompute
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -21,13 +21,13 @@ from torch import nn
 
 from ..errors import refuse
 from ..layers import Attention
+from ..parallel.averaging import BUCKET
+from ..parallel.device import LOW
+from ..parallel.machine import ROOM, Machine, Recompute
 from . import host
-from .averaging import BUCKET
 from .chips import Chip, together
 from .deep import Deep, rehearse_deep
-from .device import LOW
 from .estimate import Estimate, Job
-from .machine import ROOM, Machine, Recompute
 from .rehearse import rehearse, rehearse_update
 from .sharded import Sharded, Sizes, sizes_of
 from .tally import Kind

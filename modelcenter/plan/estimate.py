@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from .machine import LAYOUT, Machine
+from ..parallel.machine import LAYOUT, Machine
 from .rehearse import Arguments, Conditions
 from .tally import Kind
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..layers import Stack
-from .blocks import blocks, units
+from ..parallel.blocks import blocks, units
+from ..parallel.machine import Machine
 from .deep import Deep
-from .machine import Machine
 from .tally import Kind
 from .twin import shards
 

@@ -7,15 +7,14 @@ from math import ceil
 from typing import Any
 
 from ..errors import counted, refuse, size
+from ..parallel.machine import MOST, Machine, in_shards
 from .costs import Costs
 from .estimate import Estimate
 from .layout import RECOMPUTES, best_of, layouts
-from .machine import Machine, in_shards
 from .tally import KINDS
 
 HEAD = ("", "tensor x fsdp x copies", "zero", "recompute", "micro-batch", "a rank", "s/step", "tok/s/device", "of peak", "bound by")
 SHOWN = 12
-MOST = 65536  # devices that a machine may have
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..layers import Adapted, QuantizedLinear, Stack
-from .blocks import blocks
+from ..parallel.blocks import blocks
 
 CUT = {"column": 0, "logits": 0, "vocab": 0, "row": 1, "heads": 1}  # the dimension of a weight that the words of `tp` tables cut
 

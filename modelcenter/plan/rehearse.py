@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from ..layers import Stack
 from ..layers.block import pair
 from ..ops._mode import rehearsal
-from .blocks import recompute as recompute_blocks
-from .machine import Recompute
+from ..parallel.blocks import recompute as recompute_blocks
+from ..parallel.machine import Recompute
 from .tally import Tally, Work, compiler_left_out, named
 from .twin import tables, twin
 

@@ -197,7 +197,7 @@ def probe() -> Chip:
     """This CPU, timed for about a tenth of a second with the threads that torch has now: the best of a few tries."""
     import torch
 
-    from .device import memory_of
+    from ..parallel.device import memory_of
 
     def best(act: Any, times: int) -> float:
         act()

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .blocks import blocks, units
-from .machine import Machine
+from ..parallel.blocks import blocks, units
+from ..parallel.machine import Machine
 from .twin import tables
 
 # A block, its forward and backward: the hooks, each time that its weights come, that its gradients go, that copies add theirs up.
