@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from mesh import spawn
 from safetensors.torch import load_file
 from test_recipes import DATA, SHAPES, sentence, tiny
@@ -49,10 +50,15 @@ SETTINGS = (  # of which a case has a few; what does not go together is refused
     ("batch_tokens=24",), ("batch_tokens=200",), ("precision=bf16",), ("best=loss",),
     ("adapter.name=lora",), ("adapter.name=dora", "adapter.rslora=true"), ("adapter.name=lora", "adapter.quantize=int8"),
     ("adapter.name=lora", "adapter.targets=[attn.q,ffn.down]"), ("freeze=[decoder.blocks.0]",), ("freeze=[encoder.blocks.0]",),
+    ("adapter.name=lora", "adapter.dropout=0.1", "adapter.quantize=nf4"), ("data.eval_fraction=0.2", "data.eval_path=null"),
+    ("eval_steps=1", "patience=9", "best=loss"), ("num_epochs=1", "max_steps=null"), ("init=random",), ("on_spike=rollback",),
+    ("schedule.name=inverse_sqrt", "schedule.warmup_steps=0.5"), ("schedule.name=exponential",), ("max_grad_norm=0",),
 )  # fmt: skip
 MACHINES: tuple[dict[str, Any], ...] = (
     {"fsdp": 2}, {"fsdp": 2, "zero": 2}, {"fsdp": 2, "zero": 1}, {"replicate": 2}, {"tensor_parallel": 2}, {"fsdp": 3},
     {"tensor_parallel": 2, "sequence_parallel": True}, {"fsdp": 2, "tensor_parallel": 2}, {"fsdp": 2, "replicate": 2},
+    {"fsdp": 2, "offload": True}, {"tensor_parallel": 2, "offload": True}, {"replicate": 2, "offload": True, "zero": 2},
+    {"fsdp": 2, "recompute": "full", "async_save": True}, {"tensor_parallel": 2, "recompute": "selective"},
 )  # fmt: skip
 CPU = Machine(device="cpu", threads=1)
 ALONE = {"cpu": CPU, "cuda": Machine(device="cuda", threads=1, deterministic=True)}  # else a GPU's bits differ
@@ -138,6 +144,8 @@ def try_one(number: int, seed: int, share: float, alone: Machine, zoo: Path, her
         machine, how = (CPU, "a CPU") if still else (replace(alone, cuda_graphs=False), "no graphs")
     elif still and not together and recipe.batch_tokens is None and rng.random() < 0.5:
         other, how = replace(other, micro_batch=1 if recipe.micro_batch != 1 else None), "micro-batches"
+    elif rng.random() < 0.3:
+        machine, how = replace(alone, offload=True, async_save=True), "offload"
     else:
         machine = replace(alone, recompute=rng.choice(("selective", "full")))
     try:
@@ -146,6 +154,9 @@ def try_one(number: int, seed: int, share: float, alone: Machine, zoo: Path, her
         if "InputError" in f"{type(error).__name__} {error}":
             return f"{how}, refused"
         raise
+    finally:
+        if dist.is_initialized():  # of offload; processes that are forked would have it too
+            dist.destroy_process_group()
     coarse = recipe.optimizer.name in COARSE or recipe.optimizer.moments != "fp32" or recipe.adapter.quantize != "none"
     tolerance = 3e-2 if recipe.precision == "bf16" else 5e-3 if coarse else 1e-3
     found = losses(here / "b")
