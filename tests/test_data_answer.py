@@ -1,6 +1,7 @@
 """Question answering: windows, labels and answers as transformers' tokenizers and SQuAD's files have them."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -72,8 +73,9 @@ def test_windows_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path)
             assert list(zip(starts, stops, strict=True)) == places
 
 
-def test_labels_are_the_answer_where_a_window_holds_it_whole(tokenizer: Tokenizer) -> None:
-    examples = make_examples("qa", records(none=True), tokenizer, DATA)
+@pytest.mark.parametrize("size", [48, 50])  # of 50 tokens a window ends within an answer
+def test_labels_are_the_answer_where_a_window_holds_it_whole(size: int, tokenizer: Tokenizer) -> None:
+    examples = make_examples("qa", records(none=True), tokenizer, replace(DATA, seq_len=size))
     assert isinstance(examples, Questions)
     held = []
     for index, number in enumerate(examples.of):
@@ -88,6 +90,18 @@ def test_labels_are_the_answer_where_a_window_holds_it_whole(tokenizer: Tokenize
     assert set(held) == {0, 1, 2} and len(examples) > len(held)
     batch = examples.collate([examples.at(0, 0)])
     assert batch["labels"].shape == (1, 2) and "[[" in find_objective("qa").sample(batch, tokenizer, None)
+
+
+@pytest.mark.parametrize("answer", ["国", "龘国"], ids=["one", "two"])
+def test_a_character_of_several_tokens_is_an_answer(answer: str) -> None:
+    """Bytes of a character all stand at its place: the label began with the last of them and ended with the first, which no
+    answer does."""
+    made, context = open_tokenizer("roberta:270", ["ab"]), "a龘国b"
+    fields = {"context": context, "question": "a", "answers": {"text": [answer], "answer_start": [context.index(answer)]}}
+    examples = make_examples("qa", [Record(fields, "f", 1)], made, DATA)
+    ids, _, (first, last) = examples.at(0, 0)
+    assert isinstance(examples, Questions) and made.decode(ids[first : last + 1]) == answer
+    assert examples.answers(scores(examples, 9.0)) == [answer]
 
 
 def scores(examples: Questions, right: float, none: float = 0.0) -> list[np.ndarray]:

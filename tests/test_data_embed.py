@@ -169,6 +169,11 @@ def test_rows_and_what_is_shown(tokenizer: Tokenizer) -> None:
     data = DataConfig(text_key="query: {a}", pair_key="b", negative_key="far", seq_len=20)
     row = Record({"a": "ab", "b": "cd", "far": "ef", "label": 4}, "f", 1)
     assert list(texts_of("contrastive", [row], data)) == ["query: ab", "cd", "ef"]
+    table = Record({**row.fields, "far": '["ef", "[1]"]'}, "f", 1)
+    assert list(texts_of("contrastive", [table], data)) == ["query: ab", "cd", "ef", "[1]"]
+    for far in ("ef", ["ef"]):
+        inner = Record({**row.fields, "far": {"hard": far}}, "f", 1)
+        assert list(texts_of("contrastive", [inner], replace(data, negative_key="far.hard"))) == ["query: ab", "cd", "ef"]
     for packing in (False, True):
         examples = make_examples("contrastive", [row, row], tokenizer, replace(data, packing=packing))
         shown = find_objective("contrastive").sample(examples.collate([examples.at(0, 0)]), tokenizer, None)

@@ -1,6 +1,7 @@
 """Examples and batches: which tokens are seen, which are predicted, and how often; refusals name the record."""
 
 import pickle
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import transformers
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +48,7 @@ def documents(*texts: str) -> list[Record]:
     return [Record({"text": t}, f"{k}.txt", None) for k, t in enumerate(texts)]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bpe() -> Tokenizer:
     return train_tokenizer([TEXT], 300)
 
@@ -287,10 +289,29 @@ def test_pairs(roberta: Tokenizer) -> None:
 
 
 def test_a_source_ends_in_the_end_of_text_whatever_the_template(bpe: Tokenizer) -> None:
+    to, be, text = (bpe.encode(each) for each in ("to", "be", TEXT))
     records = rows({"source": "to", "target": "be"}, {"source": TEXT, "target": TEXT})
     examples = make_examples("seq2seq", records, bpe, DataConfig(seq_len=6))
-    assert plain(examples.at(0, 0)) == [[*bpe.encode("to"), 0], [*bpe.encode("be"), 0]]
-    assert plain(examples.at(0, 1)) == [[*bpe.encode(TEXT)[:5], 0]] * 2
+    assert plain(examples.at(0, 0)) == [[*to, 0], [*be, 0]]
+    assert plain(examples.at(0, 1)) == [[*text[:5], 0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["bpe", "roberta", "span"])
+@pytest.mark.parametrize("objective", ["seq2seq", "span"])
+def test_a_model_is_asked_with_sources_as_it_was_trained_on(objective: str, kind: str, tmp_path: Path) -> None:
+    """A tokenizer that was made here for an encoder-decoder put no end of text behind what `generate`, or transformers, gave it."""
+    made = train_tokenizer([TEXT], 400, kind)
+    if objective == "span":
+        made.raw.add_tokens([f"<extra_id_{k}>" for k in range(9)])
+    row = {"text": TEXT, "source": "to be", "target": "or"}
+    for _ in range(2):  # what ends already is left as it is
+        examples = make_examples(objective, rows(row), made, DataConfig(seq_len=32))
+    source = plain(examples.at(0, 0))[0] if objective == "seq2seq" else made.encode("to be")
+    made.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = [made.encode("to be"), theirs("to be")["input_ids"], load_tokenizer(tmp_path).encode("to be")]
+    assert found == [source] * 3 and source.count(made.eos_id) == 1 and source[-1] == made.eos_id and not made.segmented
+    assert made.encode_pair("to", "be")[0].count(made.eos_id) >= 2 and made.decode(source) == "to be"
 
 
 # ---- classify
@@ -386,10 +407,11 @@ def test_several_labels(bert: Tokenizer) -> None:
     from sklearn.metrics import f1_score
     from sklearn.preprocessing import MultiLabelBinarizer
 
-    for values in ([["b", "a"], [], ["c"], ["a", "a"]], [[2, 0], [], [1], [2]], ["b, a", "", "c", "a"], ["2,0", "", "1", "2"]):
+    for values in ([["b", "a"], [], ["c"], ["a", "a"]], [[2, 0], [], [1], [2]], ["b, a", "", "c", "a"], ["2,0", "", "1", "2"],
+                   ['["b", "a"]', "[]", '["c"]', '["a"]'], ["[2, 0]", "[]", "[1]", "[2]"]):  # as a table holds them
         records = rows(*({"text": "a b", "label": v} for v in values))
         examples = make_examples("multilabel", records, bert, DataConfig())
-        lists = [[x.strip() for x in v.split(",") if x.strip()] if isinstance(v, str) else v for v in values]
+        lists = [re.findall(r"\w", v) if isinstance(v, str) else v for v in values]
         matrix = MultiLabelBinarizer().fit_transform([set(map(str, one)) for one in lists])
         batch = examples.collate(all_of(examples))
         assert batch["labels"].tolist() == matrix.tolist() and batch["labels"].dtype == torch.float32
@@ -411,6 +433,14 @@ def test_several_labels(bert: Tokenizer) -> None:
     for kind in ("micro", "macro"):
         assert found[f"eval_f1_{kind}"] == pytest.approx(f1_score(matrix, there, average=kind, zero_division=0))
     assert found["eval_accuracy"] == (matrix == there).all(1).mean()
+
+
+def test_a_number_of_each_label_is_no_list_of_them(bert: Tokenizer) -> None:
+    """As other tools want them: taken for the numbers 0 and 1, nearly all texts had the same two labels."""
+    for each in ([0, 1, 0], "1,1,0", "[0, 0]", [True, False, True]):
+        said = "line 2: label is .*, a 0 or a 1 for each label; the names or the numbers of those that apply"
+        with pytest.raises(InputError, match=said):
+            make_examples("multilabel", rows({"text": "a", "label": [0, 1]}, {"text": "a", "label": each}), bert, DataConfig())
 
 
 # ---- the sample that is shown
@@ -455,6 +485,7 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("multilabel", {"text": "a", "label": ["x"]}, {}, r"only the label x"),
     ("multilabel", {"text": "a", "label": ["x", 1]}, {}, "line 1: label has 1; a name, as elsewhere"),
     ("multilabel", {"text": "a", "label": []}, {}, "no label; two labels at least"),
+    ("multilabel", {"text": "a", "label": "['x', 'y']"}, {}, r"label is \['x', 'y'\], a list that is not JSON; its JSON"),
     ("multilabel", {"text": "a", "label": 1.5}, {}, "label is '1.5'; a list of labels"),
     ("multilabel", {"text": "a", "label": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
     ("tag", {"tokens": ["a", "b"], "tags": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),

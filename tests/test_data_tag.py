@@ -7,6 +7,7 @@ import transformers
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
+from modelcenter.data.objectives.tag import sentence
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer_open import open_tokenizer
 from modelcenter.errors import InputError
@@ -64,14 +65,26 @@ def test_text_and_numbers_will_do(tags: object) -> None:
     assert examples.at(0, 0)[1].tolist() == [0, 2] and torch.is_tensor(examples.collate([examples.at(0, 0)])["labels"])
 
 
+def test_lists_in_a_table_are_json() -> None:
+    """Their brackets and quotes were parts of words and of tags."""
+    both = '["a", "b"]', '["O", "B-X"]'
+    for words, tags in (both, ("a b", both[1]), (both[0], ["O", "B-X"]), (["a", "b"], "O B-X")):
+        assert sentence(Record({"tokens": words, "tags": tags}, "f", 1), DATA) == (["a", "b"], ["O", "B-X"])
+    assert sentence(Record({"tokens": '["a", "b"]', "tags": "[0, 1]"}, "f", 1), DATA) == (["a", "b"], [0, 1])
+    assert sentence(Record({"tokens": "[ 1 ]", "tags": "O O O"}, "f", 1), DATA)[0] == ["[", "1", "]"]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"tokens": ["a"], "tags": ["O", "O"]}, "1 words and 2 tags"), ({"tokens": [], "tags": []}, "tokens is"),
      ({"tokens": ["a", 1], "tags": ["O", "O"]}, "the word 1"), ({"tokens": ["a"]}, "no field 'tags'"),
      ({"tokens": ["a", "zb"], "tags": ["O", "O"]}, "character 0, 'z' is not in the vocabulary"),
      ({"tokens": ["a"], "tags": ["B-X"]}, "tags: 'B-X' is no label"),
-     ({"tokens": ["a"], "tags": [["O"]]}, r"tags has \['O'\]; the name or")],
-    ids=["lengths", "empty", "number", "absent", "character", "unknown", "list"],
+     ({"tokens": ["a"], "tags": [["O"]]}, r"tags has \['O'\]; the name or"),
+     ({"tokens": "['a']", "tags": "['O']"}, r"tags is \['O'\], a list that is not JSON; its JSON, as json.dumps"),
+     ({"tokens": "['a']", "tags": ["O"]}, r"tokens is \['a'\], a list that is not JSON"),
+     ({"tokens": r'["\ud800"]', "tags": ["O"]}, "tokens is .*, a list that is not JSON")],
+    ids=["lengths", "empty", "number", "absent", "character", "unknown", "list", "Python", "words", "half a pair"],
 )  # fmt: skip
 def test_refusals(fields: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=f"f: line 1: {words}"):

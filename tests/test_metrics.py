@@ -121,6 +121,8 @@ def test_texts() -> None:
     sacrebleu = pytest.importorskip("sacrebleu")
     assert texts.bleu(found, wanted) == sacrebleu.corpus_bleu(found, [wanted]).score != texts.bleu(wanted, found)
     assert texts.bleu(wanted, wanted) == pytest.approx(100)
+    with pytest.warns(UserWarning, match="bleu: 1 of 2 references are in a script without spaces between words, and sacrebleu's"):
+        assert texts.bleu(["他喜欢吃苹果。", "a"], ["他喜欢吃苹果。", "李明 said"]) < 1  # of which the first is right
     assert texts.chrf(found, wanted) == sacrebleu.corpus_chrf(found, [wanted]).score != texts.chrf(wanted, found)
 
 

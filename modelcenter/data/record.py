@@ -16,6 +16,7 @@ from ..parallel.watch import beat
 
 NAME = 40  # characters of a field's name at most
 FIELD = re.compile(r"\{([^{}]+)\}")
+LIST = re.compile(r"""\s*\[\s*(?:["'].*["']\s*|[\d\s,]*)\]\s*""", re.DOTALL)  # of texts, or of numbers
 CHATS, PAIRS = "the recipe instruct", "finetune with data.prompt_key and data.response_key"
 ROWS = {  # what rows of these fields are for, where another field is looked for in vain
     ("messages",): CHATS, ("conversations",): CHATS, ("instruction", "output"): CHATS,
@@ -81,6 +82,16 @@ class Record:
         except UnicodeEncodeError as e:
             self.refuse(f"{key} holds half a surrogate pair at character {e.start}", "valid Unicode")
         return value
+
+    def unfolded(self, key: str, value: Any) -> Any:
+        """`value`, or the list whose JSON it is: a table can hold one only so. What looks like a list otherwise is refused."""
+        if not isinstance(value, str) or not LIST.fullmatch(value):
+            return value
+        try:
+            json.dumps(found := json.loads(value), ensure_ascii=False).encode()  # which half a surrogate pair has no bytes for
+            return found
+        except (ValueError, RecursionError):
+            self.refuse(f"{key} is {value[:60]}, a list that is not JSON", "its JSON, as json.dumps writes it")
 
     def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:
         """Refuse this record by file and line; for a document by character, `offset` counted from its start."""

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from ..config.document import short
 from ..errors import InputError, message, refuse
@@ -141,6 +141,16 @@ class Tokenizer:
         ids, plain = self.encode(text), self.encode(text, special=False)
         ended = ids[-1:] == [self.eos_id] and ids[len(ids) - len(plain) :] != plain
         return ids[:-1] if ended else ids
+
+    def end_texts(self) -> None:
+        """Let the template end every text with the end of text, as T5's does, unless it does so already: an encoder that is trained
+        on ended sources is then asked with such, here and by transformers."""
+        token, end = self.special["eos"], self.eos_id
+        if self.encode("")[-1:] == [end]:
+            return
+        added = processors.TemplateProcessing(single=["$A", token], pair=["$A", token, "$B", token], special_tokens=[(token, end)])
+        before = self.raw.post_processor
+        self.raw.post_processor = added if before is None else processors.Sequence([before, added])
 
     @cached_property
     def inside(self) -> "Tokenizer":
@@ -377,6 +387,9 @@ class ForeignTokenizer(Tokenizer):
     @property
     def inside(self) -> Tokenizer:
         return self
+
+    def end_texts(self) -> None:
+        """Its template is its own."""
 
     @property
     def behaviour(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 Texts = Sequence[str]
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]{5}")  # Thai to Han
 
 
 def exact_match(found: Texts, wanted: Texts) -> float:
@@ -45,6 +46,9 @@ def squad_f1(found: Texts, wanted: Sequence[str | Sequence[str]]) -> float:
 
 def bleu(found: Texts, wanted: Texts) -> float:
     """sacrebleu's corpus BLEU (Post, 2018) with its defaults, 0 to 100: what papers quote."""
+    if whole := sum(UNSPACED.search(w) is not None for w in wanted):
+        said = f"bleu: {whole} of {len(wanted)} references are in a script without spaces between words"
+        warnings.warn(f"{said}, and sacrebleu's default takes what spaces separate for one word; chrf reads letters", stacklevel=2)
     return float(import_module("sacrebleu").corpus_bleu(list(found), [list(wanted)]).score)
 
 

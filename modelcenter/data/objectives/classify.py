@@ -12,7 +12,7 @@ import numpy as np
 from ..collate import IGNORED, Batch, join, pack, stack, stack_mask, tensor
 from ..config import DataConfig
 from ..examples import Examples, Packable
-from ..labels import index_of, label_names
+from ..labels import index_of, label_names, label_number
 from ..objective import Names, Objective, register
 from ..ragged import Ids, Ragged
 from ..record import ClassName, Record
@@ -217,10 +217,13 @@ def class_of(record: Record, key: str) -> list[Any]:
 
 
 def labels_of(record: Record, key: str) -> list[Any]:
-    """The labels of a record: a list, or text separated by commas; an empty list means none."""
-    value = record.get(key, "data.label_key")
+    """The labels of a record: a list or its JSON, or text separated by commas; an empty list means none. One that says 0 or 1 of
+    each label is refused."""
+    value = record.unfolded(key, record.get(key, "data.label_key"))
     if isinstance(value, str):
-        return [label.strip() for label in value.split(",") if label.strip()]
+        value = [label.strip() for label in value.split(",") if label.strip()]
     if not isinstance(value, list | tuple) or not all(isinstance(label, str | int) for label in value):
         record.refuse(f"{key} is {str(value)[:60]!r}", "a list of labels (data.label_key names the field)")
+    if len(numbers := {label_number(label) for label in value}) < len(value) and numbers <= {0, 1}:
+        record.refuse(f"{key} is {str(value)[:60]}, a 0 or a 1 for each label", "the names or the numbers of those that apply")
     return list(value)

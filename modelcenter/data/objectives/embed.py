@@ -16,7 +16,7 @@ from ..config import DataConfig
 from ..examples import Examples, Packable
 from ..objective import Objective, register
 from ..ragged import Ids, Ragged
-from ..record import Record
+from ..record import Record, reached
 from ..sequence import filler
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def texts_of_row(record: Record, data: DataConfig) -> list[str]:
     found = [record.text(data.text_key, "data.text_key"), record.text(str(data.pair_key), "data.pair_key")]
     if data.negative_key is None:
         return found
-    negatives = record.fields.get(data.negative_key)
+    negatives = record.unfolded(data.negative_key, next(reached(record.fields, data.negative_key), None))
     if not isinstance(negatives, list):
         return [*found, record.text(data.negative_key, "data.negative_key")]
     if odd := [text for text in negatives if not isinstance(text, str)]:

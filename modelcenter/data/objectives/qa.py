@@ -132,9 +132,10 @@ def span(question: Question, starts: Sequence[int], stops: Sequence[int]) -> tup
     if question.start < 0:
         return 0, 0
     begin, end = question.start, question.start + len(question.answers[0])
-    first = [k for k, at in enumerate(starts) if 0 <= at <= begin]
-    last = [k for k, at in enumerate(stops) if at >= end]
-    return (first[-1], last[0]) if first and last else (0, 0)
+    if not any(0 <= at <= begin for at in starts) or max(stops) < end:
+        return 0, 0
+    # a character may be several tokens, bytes of it, which all stand at its place: the answer is from the first to the last of them
+    return next(k for k, at in enumerate(stops) if at > begin), max(k for k, at in enumerate(starts) if 0 <= at < end)
 
 
 def questions(record: Record, data: DataConfig) -> Iterator[Question]:

@@ -41,6 +41,7 @@ class Pairs(Sequences):
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         if not read.eos:
             refuse(read.tokenizer.name, "objective", "seq2seq with a tokenizer without an end of text", "one that has it")
+        read.tokenizer.end_texts()
         self.fill, self.sources, self.targets = filler(read.tokenizer), Ragged(), Ragged()
         wide, long = data.seq_len, data.target_len or data.seq_len
         sources = ((r, data.source_prefix + r.text(data.source_key, "data.source_key"), None) for r in records)

@@ -50,6 +50,7 @@ class Spans(Sequences):
     def __init__(self, tokens: Ragged | Tokens, read: "Reader", data: DataConfig) -> None:
         if not read.eos:
             refuse(read.tokenizer.name, "objective", "span with a tokenizer without an end of text", "one that has it")
+        read.tokenizer.end_texts()
         self.tokens, self.seed, self.eos, self.fill = tokens, read.seed, read.eos[0], filler(read.tokenizer)
         self.density, self.mean = data.mlm_probability, data.span_length
         raw = longest(data.seq_len, self.density, self.mean)

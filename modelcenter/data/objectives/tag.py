@@ -80,10 +80,12 @@ class Tagged(Sequences):
 
 
 def sentence(record: Record, data: DataConfig) -> tuple[list[str], list[Any]]:
-    """The words and the tags of a record; if they are text, they are separated by spaces."""
+    """The words and the tags of a record; if they are text, they are separated by spaces, or the JSON of lists."""
     found = []
-    for key, option in ((data.words_key, "data.words_key"), (data.tags_key, "data.tags_key")):
-        value = record.get(key, option)
+    words, tags = record.get(data.words_key, "data.words_key"), record.get(data.tags_key, "data.tags_key")
+    if not isinstance(tags := record.unfolded(data.tags_key, tags), str):  # else `[ 1 ]` is three words
+        words = record.unfolded(data.words_key, words)
+    for key, option, value in ((data.words_key, "data.words_key", words), (data.tags_key, "data.tags_key", tags)):
         value = value.split() if isinstance(value, str) else value
         if not isinstance(value, list | tuple) or not value:
             record.refuse(f"{key} is {str(value)[:60]!r}", f"a list that is not empty ({option} names the field)")
