@@ -379,10 +379,18 @@ def test_a_text_of_several_fields() -> None:
     assert record.text("{b}: {a}.", "data.text_key") == "y: x {b}." and record.text("{a}", "data.text_key") == "itself"
     with pytest.raises(InputError, match=r"file.jsonl: line 3: no field 'c'; .*\(data.text_key names the field\)"):
         record.text("{b} {c}", "data.text_key")
-    with pytest.raises(InputError, match="n is 1"):
-        record.text("{n} of {b}", "data.text_key")
+    assert record.text("{n} of {b}", "data.text_key") == "1 of y"
     for key in ("{a", "{}"):  # would be the text of every record
         with pytest.raises(InputError, match=rf"file.jsonl: line 3: no field '{re.escape(key)}'; .*\(data.text_key names"):
+            record.text(key, "data.text_key")
+
+
+def test_a_number_in_a_text_of_several_fields() -> None:
+    """As a table has it; what is true, or empty, is no text there either."""
+    record = Record({"stars": 4, "price": 2.5, "text": "good", "sold": True, "none": None}, "f", 1)
+    assert record.text("{stars} of 5, {price}: {text}", "data.text_key") == "4 of 5, 2.5: good"
+    for key in ("stars", "{sold}", "{none} {text}"):
+        with pytest.raises(InputError, match=r"^f: line 1: \w+ is (4|true|null); text \(data.text_key names the field\)"):
             record.text(key, "data.text_key")
 
 

@@ -71,7 +71,7 @@ class Record:
     def text(self, key: str, option: str) -> str:
         """The field `key`, which must be text. If `key` is not a field, it may be a text that names fields in braces."""
         if key not in self.fields and FIELD.search(key):
-            return FIELD.sub(lambda field: self.text(field[1], option), key)
+            return FIELD.sub(lambda field: self.part(field[1], option), key)
         value = self.get(key, option)
         if not isinstance(value, str):
             inside = f", such as {next(dotted(value, f'{key}.'))}" if isinstance(value, dict) and value else ""
@@ -82,6 +82,11 @@ class Record:
         except UnicodeEncodeError as e:
             self.refuse(f"{key} holds half a surrogate pair at character {e.start}", "valid Unicode")
         return value
+
+    def part(self, key: str, option: str) -> str:
+        """The field `key`, for a text that names it in braces: text, or a number as a table has it."""
+        value = self.get(key, option)
+        return str(value) if type(value) in (int, float) else self.text(key, option)
 
     def unfolded(self, key: str, value: Any) -> Any:
         """`value`, or the list whose JSON it is: a table can hold one only so. What looks like a list otherwise is refused."""
