@@ -22,7 +22,7 @@ from .checkpoint.intake import Intake
 from .checkpoint.load import fill, local
 from .checkpoint.match import Keys, LoadReport, bare, match
 from .checkpoint.save import companions
-from .checkpoint.sentence import read_modules, settle
+from .checkpoint.sentence import embeds, read_modules, settle
 from .checkpoint.strict_json import no_collection
 from .errors import refuse
 from .identify import (
@@ -147,7 +147,7 @@ def load(
         kind = asked_dtype(dtype) or dtype_of(folder, cls.ignored)
         with told(path / "config.json"):
             model = skeleton(cls, full, task, kind)
-        weights = matched(model, folder, untied, seed)
+        weights = matched(model, folder, untied, seed, saved.folder if saved is not None and embeds(saved.folder) else path)
         machine, adapters = machine if machine is None else as_machine(machine), dict[str, Lazy]()
         if adapter is not None:
             check_adapter(model, adapter, machine)
@@ -200,11 +200,11 @@ def warn_of_infinite(model: Model, folder: Folder) -> None:
         warnings.warn(f"{folder.path}: {', '.join(lost[:5])}: {most}", stacklevel=4)
 
 
-def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int) -> dict[str, Lazy]:
-    """The value of each parameter, to be read from the folder or drawn from `seed` later. Sets the model's `load_report`."""
+def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int, path: Path) -> dict[str, Lazy]:
+    """The value of each parameter, to be read from the folder or drawn from `seed` later. Sets the model's `load_report`. `path`
+    says how vectors are made of texts."""
     dense: dict[str, Tensor] = {}
     if isinstance(model.head, EmbedHead):
-        path = Path(folder.path)
         said = read_modules(path)
         for unread in said.unread:
             warnings.warn(f"{path}: {unread}", stacklevel=4)
@@ -248,6 +248,7 @@ def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: d
     if saved is None:
         insert(model, adapter, choose(model, adapter), None, ready)
         return first_values(model, seed)
+    saved = saved.spoken(model)
     if (words := saved.vocab(model)) not in (None, model.config.vocab):
         resize(model, words, seed)
     places, wholes = saved.places(model), saved.wholes(model)

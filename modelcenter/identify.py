@@ -23,7 +23,7 @@ from .checkpoint.config import changed, read_labels
 from .checkpoint.files import check_base, read_config
 from .checkpoint.folder import Folder
 from .checkpoint.match import Keys, same
-from .checkpoint.sentence import BESIDE
+from .checkpoint.sentence import embeds
 from .errors import nearest, refuse
 from .model import Model, Preset, Task
 from .registry import families, hubs, presets
@@ -78,7 +78,10 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
     full = changed(plain, config or {})
     folder.over = {key: now for key in config or () if isinstance(now := getattr(full, key), int) and now != getattr(plain, key)}
     if saved is not None:
-        own = saved.task({t: head.architecture for t, head in cls.tasks.items()})
+        fits = saved.tasks({t: head.architecture for t, head in cls.tasks.items()})
+        own = fits[0] if fits else None
+        if len(fits) > 1 and task == "auto" and (usual := task_of(cls, folder, plain)) in fits:  # backbone and embed look alike
+            own = usual
         task = (own or task) if task == "auto" else task
         if own in LABELLED and task in LABELLED and own != task:  # whose heads may have one name
             refuse(saved.folder, "task", f"{task}, and the head beside the adapter is one of {own}",
@@ -136,7 +139,7 @@ def listed(config: Mapping[str, Any]) -> list[Any]:
 def task_of(family: type[Model], folder: Folder, config: Any) -> str:
     """The task of the checkpoint's head: vectors of texts if sentence-transformers' files are beside it, what `architectures` says,
     else the first task whose head is all there."""
-    if "embed" in family.tasks and (Path(folder.path) / BESIDE[0]).is_file():
+    if "embed" in family.tasks and embeds(Path(folder.path)):
         return "embed"
     named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
     said = folder.config.get("architectures") or []

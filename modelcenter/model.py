@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .adapter.config import AdapterConfig
 from .adapter.save import save_adapter
 from .checkpoint.config import Config, unchanging
+from .checkpoint.load import taken
 from .checkpoint.match import LoadReport
 from .checkpoint.save import save_model
 from .errors import nearest, refuse
@@ -320,14 +321,17 @@ class Model(Guest):
     generate = generate_tokens  # type: ignore[has-type, unused-ignore]  # in an import cycle mypy meets it with or without its type
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As for any module, but a dictionary with transformers' names is refused in one line, where torch would list them all."""
-        if strict and not state_dict.keys() & self.shapes.keys():
+        """As for any module, and each process of a sharded model takes its part of what is whole. A dictionary with transformers'
+        names is refused in one line, where torch would list them all."""
+        if not isinstance(state_dict, Mapping):
+            refuse(None, "state_dict", f"a {type(state_dict).__name__}", "what state_dict() gives; a folder is for mc.load")
+        if not state_dict.keys() & self.shapes.keys():  # strict or not, nothing would be loaded
             theirs = {entry.theirs for entry in self.table.entries(self.shapes, bare=self.bare)} & state_dict.keys()
             if theirs:
                 found = f"{min(theirs)}: transformers' names, where ours are {next(iter(self.shapes))} ..."
                 refuse(None, "state_dict", found, "save_pretrained of that model into a folder, and mc.load of it")
         tied = self.held()
-        found = super().load_state_dict(state_dict, strict, assign)
+        found = super().load_state_dict(taken(self, state_dict), strict, assign)
         if assign and tied:  # one tensor of the file has become a parameter for each of its names
             self.tie()
         return found

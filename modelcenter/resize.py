@@ -10,6 +10,7 @@ from .checkpoint.config import changed
 from .errors import refuse
 from .layers.adapter import current_names
 from .layers.initial import initial
+from .ops._mode import PLAIN
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ def resize(model: "Model", vocab: int, seed: int) -> None:
     """Do what `Model.resize_token_embeddings` promises. Of a model on the meta device only the shapes change."""
     if vocab == model.config.vocab:
         return  # or an adapter's folder would hold, and train, what is the base's
+    if any(type(p) not in PLAIN for p in model.parameters()):
+        way = "resize before parallelize, or in one process, and load what that saves with machine="
+        refuse(None, "resize_token_embeddings", "the model is sharded already", way)
     words, now = vocabulary(model), current_names(model)
     if odd := [name for name in words if now[name] != name]:
         refuse(None, "resize_token_embeddings", f"an adapter on {odd[0].rpartition('.')[0]}", "resize first, then the adapter")

@@ -43,6 +43,10 @@ def skeleton(family: "type[Model]", config: Any, task: str, dtype: torch.dtype) 
     model.to(dtype)
     model.tie()
     model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    named = {name for entry in model.table.entries(model.shapes) for name in entry.ours}
+    if strange := next((name for name in model.shapes if name not in named), None):
+        wanted = "a row for it; or the model inside a module of your own that has what is added"
+        refuse(None, f"{family.__name__}.names", f"no row for {strange}, which no file could hold", wanted)
     return model
 
 

@@ -35,7 +35,9 @@ def cli(*argv: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 DATA = ("data.path=a.txt",)
 REFUSED = [  # the command, how its one line goes on
-    ((), "command line: no verb; "),
+    (("--json",), "command line: no verb; "),
+    (("trian", "--help"), "command line: trian: unknown verb; did you mean 'train'?"),
+    (("help", "trian"), "command line: trian: unknown verb; did you mean 'train'?"),
     (("trian",), "command line: trian: unknown verb; did you mean 'train'?"),
     (("finetune", *DATA), "command line: finetune: unknown verb; modelcenter train finetune ..."),
     (("train", "classify", *DATA, "best=acc"), "command line: best: 'acc'; did you mean 'accuracy'?"),
@@ -57,7 +59,7 @@ REFUSED = [  # the command, how its one line goes on
     (("copy", "absent.yaml"), "absent.yaml: no such file; "),
     (("convert",), "command line: source: missing; "),
     (("merge",), "command line: adapter: missing; "),
-    (("merge", "nothing", "out"), "nothing: no adapter_config.json; "),
+    (("merge", "no/such/folder", "out"), "no/such/folder: no such folder; "),
     (("average", "a", "dtype=fp32"), "command line: MODEL MODEL ... OUT: 1 given; two models, or more, and then the"),
     (("tokenize", "a.txt", "out"), "command line: tokenizer: missing; "),
     (("tokenize", "absent.txt", "out", "--tokenizer", "."), "absent.txt: path: no such file, seen from "),
@@ -232,11 +234,17 @@ def test_help_needs_no_torch_and_answers_at_once(tmp_path: Path) -> None:
         assert verb in done.stdout
 
 
+def test_a_command_line_that_says_nothing_asks_for_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["help"], ["--help"], ["-h"]):
+        assert main(argv) == 0 and capsys.readouterr().out.startswith("usage: modelcenter VERB")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert f"modelcenter {verb}" in said
+    assert main(["help", verb]) == 0 and capsys.readouterr().out == said
     assert ('max_shard_size="5GB"' in said) == (verb in ("convert", "merge", "average"))
 
 

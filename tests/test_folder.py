@@ -389,6 +389,17 @@ def test_the_folder_of_trainer_says_which_model_is_its_newest(tmp_path):
             (tmp_path / f"checkpoint-{name}" / "config.json").write_text("{}")
     with pytest.raises(MissingError, match=r": no weights; the newest model that Trainer has left there is \S+/checkpoint-1000$"):
         Folder(tmp_path)
+    (tmp_path / "checkpoint-1500" / "adapter_config.json").write_text("{}")  # of peft's
+    with pytest.raises(MissingError, match=r": no weights; the newest model that Trainer has left there is \S+/checkpoint-1500$"):
+        Folder(tmp_path)
+
+
+def test_the_folder_of_several_adapters_says_where_they_are(tmp_path):
+    for name in ("german", "english", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ("notes.txt" if name == "other" else "adapter_config.json")).write_text("{}")
+    with pytest.raises(MissingError, match=r": no weights; the adapters there have folders of their own: english, german$"):
+        Folder(tmp_path)
 
 
 def test_weights_without_a_config(tmp_path):

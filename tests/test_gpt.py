@@ -1,6 +1,8 @@
 """GPT-2's files as they are found: what transformers' own round trip never shows."""
 
+import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 import zoo
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from zoo import Case
 
 import modelcenter as mc
@@ -331,3 +333,32 @@ def test_a_class_of_ones_own_loads_what_its_family_wrote(tmp_path: Path) -> None
     for family in (Double, mc.MT5):
         with pytest.raises(mc.InputError, match=r"modelcenter\.load takes any family"):
             family.from_pretrained(tmp_path / "t")
+
+    class More(mc.GPT):
+        def __init__(self, c: Any) -> None:
+            super().__init__(c)
+            self.extra = nn.Linear(c.dim, c.dim)
+
+    with pytest.raises(mc.InputError, match=r"More\.names: no row for extra\.weight, which no file could hold; a row for it; or "):
+        More.from_pretrained(tmp_path / "a")
+
+
+def test_what_was_put_into_a_model_is_not_left_out_without_a_word(tmp_path: Path) -> None:
+    def small(**more: Any) -> Any:
+        return mc.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 40, "positions": 16}, **more)
+
+    deeper, headed, tuned, wider = small(), small(task="backbone"), small(), small()
+    deeper.decoder.blocks.append(copy.deepcopy(deeper.decoder.blocks[0]))
+    headed.head = nn.Linear(32, 3)
+    mc.add_adapter(tuned, mc.AdapterConfig(name="lora")).extra = nn.Linear(4, 4)
+    tuned.source = "a/base"
+    said = [(deeper, r"decoder\.blocks\.1\.attn\.k\.bias and 15"), (headed, r"head\.bias and 1"), (tuned, r"extra\.bias and 1")]
+    for model, name in said:
+        with pytest.warns(UserWarning, match=rf"without {name} more, for which such a folder has no place"):
+            model.save_pretrained(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+    wider.embed.tokens.weight = nn.Parameter(torch.ones(50, 32))
+    wider.tie()
+    with pytest.raises(mc.InputError, match=r"^embed\.tokens\.weight: has shape \[50, 32\]; \[40, 32\], as .*resize_token"):
+        wider.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 import modelcenter
+from modelcenter.__main__ import main
 from modelcenter.checkpoint import download, hub
 from modelcenter.checkpoint.regular import check_inside
 from modelcenter.errors import LIMIT, InputError, MissingError
@@ -268,7 +269,7 @@ def test_an_adapter(server: Hub, weights: str, monkeypatch: pytest.MonkeyPatch) 
     assert here(resolve("a/lora")) == files
 
 
-def test_an_adapter_comes_with_its_base(server: Hub, tmp_path: Path) -> None:
+def test_an_adapter_comes_with_its_base(server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = modelcenter.build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 40, "positions": 16})
     base.save_pretrained(tmp_path / "base")
     made = modelcenter.load(tmp_path / "base", adapter=modelcenter.AdapterConfig(name="lora", rank=2))
@@ -280,6 +281,13 @@ def test_an_adapter_comes_with_its_base(server: Hub, tmp_path: Path) -> None:
     assert found.source == "a/base" and found.adapter.rank == 2
     for (name, p), q in zip(made.named_parameters(), found.parameters(), strict=True):
         assert p.equal(q), name
+    assert main(["merge", "a/lora", str(tmp_path / "merged"), "revision=v2"]) == 2
+    assert main(["merge", "a/lora", str(tmp_path / "merged"), "revision=main"]) == 0
+    merged = modelcenter.load(tmp_path / "merged")
+    assert all(p.equal(q) for p, q in zip(base.parameters(), merged.parameters(), strict=True)) and merged.adapter is None
+    assert main(["merge", "a/base", str(tmp_path / "out")]) == 2
+    assert "a/base: no adapter_config.json; the hub id of an adapter" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_existing_folder_wins(server: Hub, tmp_path: Path) -> None:

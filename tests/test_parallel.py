@@ -137,6 +137,29 @@ def test_a_vocabulary_that_does_not_divide() -> None:
     spawn(2, odd)
 
 
+def handed(rank: int) -> None:
+    config = {"vocab": 101, "positions": 32, "dim": 32, "heads": 4, "layers": 1}
+    alone = mc.build("gpt2", config=config, seed=5)
+    for changes in ({"fsdp": 2}, {"tensor_parallel": 2}):
+        for assign in (False, True):
+            spread = mc.build("gpt2", config=config, seed=1, machine=mc.Machine(device=DEVICE, **changes))
+            cut = [hasattr(p, "placements") for p in spread.parameters()]
+            spread.load_state_dict(alone.state_dict(), assign=assign)
+            assert any(cut) and cut == [hasattr(p, "placements") for p in spread.parameters()]
+            for name, p in spread.named_parameters():
+                assert torch.equal(full(p.detach(), alone.shapes[name]).cpu(), alone.get_parameter(name)), name
+        with pytest.raises(RuntimeError, match=r"size mismatch for embed\.positions\.weight"):
+            spread.load_state_dict(alone.state_dict() | {"embed.positions.weight": torch.ones(16, 32)})
+        with pytest.raises(mc.InputError, match=r"^state_dict: embed\.tokens\.weight: of a sharded model, .*full_tensor"):
+            alone.load_state_dict(spread.state_dict())
+        with pytest.raises(mc.InputError, match=r"^resize_token_embeddings: the model is sharded already; resize"):
+            spread.resize_token_embeddings(110)
+
+
+def test_whole_weights_are_handed_to_a_sharded_model() -> None:
+    spawn(2, handed)
+
+
 def cut_by_rows(rank: int) -> None:
     """Of a table that is tied to a head, and of one that is not."""
     for tie in (True, False):

@@ -6,8 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 import zoo
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -226,3 +228,43 @@ def test_a_model_trained_from_no_such_folder_says_what_its_vectors_are(kind: str
     if kind != "t5":
         mc.load(tmp_path / "m", task="backbone").save_pretrained(tmp_path / "b")
         assert not (tmp_path / "b" / "modules.json").exists()
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("bert", "cls_token"), ("gpt2", "lasttoken"), ("t5", "mean_tokens")])
+def test_vectors_through_an_adapter_come_back(kind: str, mode: str, tmp_path: Path) -> None:
+    """Its folder says what is made of the tokens, as the base's or the run's own head does, and so does what it is merged into."""
+    base = written(tmp_path / "base", kind, ["Transformer", "Pooling"], mode)
+    model = mc.load(base, adapter=mc.AdapterConfig(name="lora", rank=2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn_like(p) if p.requires_grad else 0
+    model.save_pretrained(tmp_path / "a")
+    for said in ("modules.json", "1_Pooling/config.json"):
+        (base / said).unlink()
+    ids = torch.randint(5, 40, (3, 6))
+    wanted = model(ids).embeddings
+    again = mc.load(tmp_path / "a")
+    assert again.task == "embed" and torch.equal(again(ids).embeddings, wanted)
+    mc.merge_adapter(again).save_pretrained(tmp_path / "m")
+    assert torch.allclose(mc.load(tmp_path / "m")(ids).embeddings, wanted, atol=1e-5)
+    if kind != "t5":
+        mc.load(tmp_path / "a", task="backbone").save_pretrained(tmp_path / "a")
+        assert not (tmp_path / "a" / "modules.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("type_", ["FEATURE_EXTRACTION", None])
+def test_an_adapter_of_peft_on_a_model_of_vectors(kind: str, type_: str | None, tmp_path: Path) -> None:
+    """peft's type is that of a backbone too: which of the two it is for, its base says."""
+    base = written(tmp_path / "base", kind, ["Transformer", "Pooling"], "mean_tokens")
+    cls = {"bert": transformers.BertModel, "gpt2": transformers.GPT2Model, "t5": transformers.T5EncoderModel}[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own: how transposed matrices are stored
+        theirs = peft.get_peft_model(cls.from_pretrained(base), peft.LoraConfig(target_modules="all-linear", task_type=type_))
+    theirs.save_pretrained(tmp_path / "a")
+    ids = torch.randint(5, 40, (3, 6))
+    found, wanted = mc.load(tmp_path / "a"), mc.load(base)(ids).embeddings
+    assert found.task == "embed" and torch.allclose(found(ids).embeddings, wanted, atol=1e-5)
+    if kind != "t5":
+        (base / "modules.json").unlink()
+        assert mc.load(tmp_path / "a").task == "backbone"

@@ -222,13 +222,17 @@ def test_a_family_called_itself_says_what_makes_a_model(given: dict[str, Any]) -
         assert str(refused.value).startswith(f"mc.{cls.__name__}: called itself, which gives it no head and no weights; {wanted}")
 
 
-def test_weights_by_their_names_are_refused_in_a_line() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_by_their_names_are_refused_in_a_line(strict: bool) -> None:
+    """Without `strict` torch would load nothing, and say so in what it returns alone."""
     reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=32))
     line = r"^state_dict: transformer\.h\.0\.attn\.c_attn\.bias: transformers' names, where ours are embed\..* mc.load of it$"
     with pytest.raises(mc.InputError, match=line):
-        gpt().load_state_dict(reference.state_dict())
+        gpt().load_state_dict(reference.state_dict(), strict)
     with pytest.raises(RuntimeError, match="Missing key"):
         gpt().load_state_dict({"nobody": torch.ones(1)})
+    with pytest.raises(mc.InputError, match=r"^state_dict: a str; what state_dict\(\) gives; a folder is for mc"):
+        gpt().load_state_dict("model.pt", strict)
     gpt().load_state_dict(gpt().state_dict())
 
 

@@ -245,6 +245,12 @@ def make_full(folder):
     (folder / "out/photo.jpg").write_text("mine")
 
 
+def make_adapter(folder):
+    (folder / "out").mkdir()
+    for name in ("config.json", "adapter_config.json"):
+        (folder / "out" / name).write_text("{}")
+
+
 def lie(tensor):
     return {"tensors": [("w", (1,), torch.float32, lambda: tensor)]}
 
@@ -254,6 +260,7 @@ lies = "torch.float32 (1,), as announced"
 REFUSED = {
     "a file": (make_file, {}, "out: a file; a folder"),
     "a full folder": (make_full, {}, "out: a folder with other files and no config.json"),
+    "an adapter": (make_adapter, {}, "out: an adapter's folder; an empty folder, a model's or a new name"),
     "parent is a file": (lambda f: (f / "deep").write_text(""), {"path": "deep/out"}, "deep/out: "),
     "no tensors": (None, {"tensors": []}, "out: 0 tensors to save"),
     "twice": (None, {"tensors": ok + ok}, "out: w: a name that is taken"),

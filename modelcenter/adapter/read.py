@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..checkpoint.files import adapter_weights
 from ..checkpoint.folder import read_bin
 from ..checkpoint.header import read_header
+from ..checkpoint.sentence import embeds
 from ..checkpoint.strict_json import read_json
 from ..errors import refuse, refuse_missing
 from ..names import Entry, Lazy
@@ -49,6 +50,7 @@ class Saved:
     named: Sequence[str] = ()  # the modules that were trained whole
     frozen: frozenset[str] = frozenset()  # the tensors of the base that peft holds again beneath an adapter on a head
     made_for: str | None = None  # the class that peft put it on, which it notes where nobody has told it the task
+    written: Mapping[str, str] = field(default_factory=dict)  # a layer's name, where it has another here -> in the folder
 
     @property
     def file(self) -> Path:
@@ -66,19 +68,22 @@ class Saved:
 
     def size(self, layer: str) -> tuple[int, float]:
         """Rank and scale of an adapter, by peft's patterns."""
+        layer = self.written.get(layer, layer)
         rank = next((r for key, r in self.rank_pattern.items() if fits(key, layer)), self.config.rank)
         alpha = next((a for key, a in self.alpha_pattern.items() if fits(key, layer)), self.config.alpha)
         return rank, self.config.scaled(alpha, rank)
 
-    def task(self, architectures: Mapping[str, str]) -> str | None:
-        """The task by the config.json beside the adapter, by peft's type, or by the class that peft put it on; None: the base's own
-        task."""
+    def tasks(self, architectures: Mapping[str, str]) -> list[str]:
+        """The tasks that it may be for, by the files beside the adapter, by peft's type, or by the class that peft put it on; none:
+        the base's own task."""
+        if "embed" in architectures and embeds(self.folder):
+            return ["embed"]
         if self.beside_it:
             said = self.beside_it.get("architectures")
-            return next((task for task, name in architectures.items() if said == [name]), None)
+            return [task for task, name in architectures.items() if said == [name]]
         if self.task_type is None:
-            return next((task for task, name in architectures.items() if name == self.made_for), None)
-        return next((task for task, name in TASK_TYPES.items() if name == self.task_type and task in architectures), None)
+            return [task for task, name in architectures.items() if name == self.made_for]
+        return [task for task, name in TASK_TYPES.items() if name == self.task_type and task in architectures]
 
     def labels(self, heads: list[str]) -> dict[int, str] | None:
         """The names of the classes, or as many unnamed ones as the head among `heads` has rows."""
@@ -92,6 +97,20 @@ class Saved:
     def settled(self) -> dict[str, Any]:
         """What the config.json beside the adapter says about how the model reads, whatever the base's says."""
         return {key: self.beside_it[key] for key in SETTLED if key in self.beside_it}
+
+    def spoken(self, model: "Model") -> "Saved":
+        """The same by the names that the model's task has: those of a backbone have another prefix, or none, in another class."""
+        prefixes = tuple(p for p in (model.prefix, *(task.prefix for task in model.tasks.values())) if p)
+        known = {e.theirs.rpartition(".")[0] for e in model.table.entries(model.shapes, bare=model.bare)}
+        written, names = dict[str, str](), dict[str, str]()
+        for key in self.tensors:
+            layer = next((key.removesuffix(k) for k in (A, B, M) if key.endswith(k)), key.rpartition(".")[0])
+            plain = next((layer.removeprefix(p) for p in prefixes if layer.startswith(p)), layer)
+            here = plain if model.bare else model.table.prefix + plain
+            here = here if here in known else layer
+            written[here], names[key] = layer, here + key.removeprefix(layer)
+        tensors = {names[key]: tensor for key, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, frozen=frozenset(names[key] for key in self.frozen), written=written)
 
     def places(self, model: "Model") -> list[Place]:
         """Where the tensors belong on the model. Errors: `InputError` for one without a place, or of another shape."""

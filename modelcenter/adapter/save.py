@@ -16,8 +16,9 @@ from torch import Tensor
 from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
 from ..checkpoint.files import ADAPTER_BIN
 from ..checkpoint.load import whole
-from ..checkpoint.save import awaited, config_json
-from ..checkpoint.write import Item, write_shard
+from ..checkpoint.save import awaited, config_json, warn_of_left
+from ..checkpoint.sentence import files_of
+from ..checkpoint.write import MODULES, Item, write_shard
 from ..errors import refuse
 from ..layers.adapter import Adapted, adapted, current_names
 from .attach import LABELLED, Site, ends, sites
@@ -36,6 +37,9 @@ def save_adapter(model: "Model", folder: Path) -> None:
     config = model.adapter
     assert config is not None
     tensors, sizes = low_rank(model)
+    inside = tuple(f"{name}." for name in adapted(model))
+    trained = (name for name, now in current_names(model).items() if model.get_parameter(now).requires_grad)
+    warn_of_left(folder, (name for name in trained if name not in model.shapes and not name.startswith(inside)))
     beside, modules = whole_tensors(model)
     tensors |= beside
     if model.merged:
@@ -46,7 +50,8 @@ def save_adapter(model: "Model", folder: Path) -> None:
     if model.task in LABELLED and head not in modules:  # which peft would look for in the folder
         content["task_type"] = None
     kind = next(iter(model.parameters())).dtype
-    files = {**model.companions, "config.json": config_json(model, kind), CONFIG: (json.dumps(content, indent=2) + "\n").encode()}
+    files = {**model.companions, **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
+    files[CONFIG] = (json.dumps(content, indent=2) + "\n").encode()
     if not dist.is_initialized() or dist.get_rank() == 0:
         write(folder, tensors, files, {"format": "pt"} | ({"quantize": config.quantize} if config.quantize != "none" else {}))
     if dist.is_initialized():
@@ -165,8 +170,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes
         with staging(target) as temp:
             write_shard(temp / WEIGHTS, items, metadata)
             for name, data in files.items():
+                (temp / name).parent.mkdir(exist_ok=True)
                 write_new(temp / name, [data])
             if there:
-                replace_folder(temp, target, drop=lambda name: name == ADAPTER_BIN)
+                replace_folder(temp, target, drop=lambda name: name in (ADAPTER_BIN, MODULES))
             else:
                 commit_folder(temp, target)

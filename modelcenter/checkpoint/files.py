@@ -102,9 +102,12 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
         refuse_missing(folder, None, found, f"what was trained there is {folder / 'model'}")
     if (folder / "recipe.yaml").is_file():
         refuse_unended(folder)
-    if states := [s for s in folder.glob("checkpoint-*") if (s / "config.json").is_file() and s.name[11:].isdecimal()]:
+    inside = {file.parent for name in ("config.json", ADAPTER[0]) for file in folder.glob(f"*/{name}")}
+    if states := [s for s in inside if s.name.startswith("checkpoint-") and s.name[11:].isdecimal()]:
         newest = max(states, key=lambda state: int(state.name[11:]))
         refuse_missing(folder, None, found, f"the newest model that Trainer has left there is {newest}")
+    if adapters := sorted(s.name for s in inside if (s / ADAPTER[0]).is_file()):
+        refuse_missing(folder, None, found, f"the adapters there have folders of their own: {', '.join(adapters[:5])}")
     refuse_missing(folder, None, found, " or ".join(WEIGHTS))
 
 

@@ -3,17 +3,21 @@
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import refuse
 from ..names import Lazy, Region, Shape, everything
 from ..parallel.watch import beat
 from .copy_plan import within
 from .exchange import read, stored
 from .group import Group
 from .intake import Intake
+
+if TYPE_CHECKING:
+    from ..model import Model
 
 
 def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None, begun: Intake | None = None) -> None:
@@ -40,6 +44,22 @@ def put(parameter: Tensor, source: Lazy) -> None:
             target = target[tuple(slice(0, n) for n in part.shape)]
         target.copy_(part)
         beat()
+
+
+def taken(model: "Model", values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`values` by the names of the model's parameters. Each that is whole and of which this process holds a part has been copied
+    there, and the parameter stands in its place: torch copies no plain tensor into a DTensor, or the other way."""
+    out = dict(values)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        value, cut = values.get(name), hasattr(p, "placements")
+        if not isinstance(value, Tensor) or p.is_meta or hasattr(value, "placements") == cut:
+            continue
+        if not cut:
+            refuse(None, f"state_dict: {name}", "of a sharded model, a part of it", "its full_tensor(), which all ranks call")
+        if tuple(value.shape) in (tuple(p.shape), model.shapes.get(name)):  # of any other torch says so
+            put(p, value)
+            out[name] = p
+    return out
 
 
 @torch.no_grad()

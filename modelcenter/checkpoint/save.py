@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -54,6 +55,11 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
     if missing := sorted(model.shapes.keys() - parameters.keys()):
         wanted = "a model with whole weights: a quantised layer's linear(), prune.remove or remove_parametrizations gives them back"
         refuse(None, missing[0], "not a parameter", wanted)
+    for name, shape in model.shapes.items():
+        if not hasattr(parameters[name], "placements") and parameters[name].shape != shape:  # a sharded one may be padded
+            wanted = f"{list(shape)}, as the config says; resize_token_embeddings gives a vocabulary another size"
+            refuse(None, name, f"has shape {list(parameters[name].shape)}", wanted)
+    warn_of_left(folder, parameters.keys() - model.shapes.keys())
     kind = next(p.dtype for p in parameters.values())
     kinds = {e.theirs: reduce(torch.promote_types, (parameters[name].dtype for name in e.ours))
              for e in names.entries(model.shapes, bare=model.bare)}  # fmt: skip
@@ -86,6 +92,14 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
         temp = word(group, device)
         write_all(Path(temp), arranged(tensors, max_shard_size))
         word(group, device)
+
+
+def warn_of_left(folder: Path, names: Iterable[str]) -> None:
+    """Name parameters that a Hugging Face folder of the model has no place for: somebody has put them into it."""
+    if left := sorted(name for name in names if not name.startswith("head.dense.")):  # which have files of their own
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        held = "for which such a folder has no place; torch.save of the state_dict holds all"
+        warnings.warn(f"{folder}: without {left[0]}{more}, {held}", stacklevel=5)
 
 
 def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[str, Sequence[Item]]], None],

@@ -31,6 +31,11 @@ PREFIX, NAMES = "pooling_mode_", {"mean_tokens": "mean", "lasttoken": "last", "c
 BESIDE = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 
 
+def embeds(folder: Path) -> bool:
+    """Whether a folder says that its model makes vectors of texts."""
+    return (folder / BESIDE[0]).is_file()
+
+
 @dataclass
 class Said:
     """What a folder says: the pooling, the folders of its dense layers, what is not supported (one sentence each), and the small
@@ -45,7 +50,7 @@ class Said:
 def read_modules(folder: Path) -> Said:
     """modules.json and what it names, without weights. Modules behind one that is not supported are not read either."""
     said, behind, scaled = Said(), False, False
-    if not (folder / BESIDE[0]).is_file():
+    if not embeds(folder):
         return said
     modules: Any = read_json(folder / BESIDE[0])
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):

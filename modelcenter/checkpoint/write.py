@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from .atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from .files import PLACE
+from .files import ADAPTER, PLACE
 from .folder import DTYPES, raw
 from .header import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
 
@@ -222,6 +222,8 @@ def _check_items(target: Path, items: Sequence[Item]) -> None:
 def _check_target(target: Path) -> None:
     if target.exists() and not target.is_dir():
         refuse(target, None, "a file", "a folder, or a name that is free")
+    if (target / ADAPTER[0]).is_file():  # whoever loads the folder would have that on its base, and not this model
+        refuse(target, None, "an adapter's folder", "an empty folder, a model's or a new name")
     if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
         refuse(target, None, "a folder with other files and no config.json", "an empty folder, a model's or a new name")
     if target.is_dir() and not os.access(target, os.W_OK):  # though it could be swapped for another

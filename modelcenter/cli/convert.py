@@ -56,36 +56,36 @@ def of_state(asked: Conversion) -> Answer:
 class Merger:
     """What `merge` takes."""
 
-    adapter: str = field(metadata=says("a folder with adapter_config.json", min=1))
+    adapter: str = field(metadata=says("an adapter in peft's format: a folder or a hub id", min=1))
     out: str = field(metadata=says("the folder to write", min=1))
     dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: the base's"))
     max_shard_size: str = field(default="5GB", metadata=says("the size at which the weights are split"))
+    revision: str | None = field(default=None, metadata=says("branch, tag or commit of a hub id"))
 
 
 def merge(args: Arguments) -> Answer:
     """Merge an adapter into the weights of its base, and write the model.
 
-    modelcenter merge ADAPTER OUT [--dtype bf16] [--max-shard-size 5GB]
+    modelcenter merge ADAPTER OUT [--dtype bf16] [--max-shard-size 5GB] [revision=...]
 
     What was trained on a base held in 4 or 8 bits is put into what those stand for, in the base's dtype.
     """
     asked = settings(Merger, args, ["adapter", "out"])
     check_new(Path(asked.out))
-    if not os.path.isfile(Path(asked.adapter) / ADAPTER[0]):
-        trained = Path(asked.adapter) / "model"  # where that is the folder of a run
-        there = (trained / ADAPTER[0]).is_file()
-        if not there:
-            check_model(asked.adapter)  # which says of a run that it has not ended
-        wanted = f"what was trained there is {trained}" if there else "the folder of an adapter, in peft's format"
-        refuse(asked.adapter, None, f"no {ADAPTER[0]}", wanted)
+    folder, lacks = Path(asked.adapter).expanduser(), f"no {ADAPTER[0]}"
+    if (trained := folder / "model" / ADAPTER[0]).is_file() and not (folder / ADAPTER[0]).is_file():  # the folder of a run
+        refuse(asked.adapter, None, lacks, f"what was trained there is {trained.parent}")
     check_model(asked.adapter)
+    if folder.is_dir() and not (folder / ADAPTER[0]).is_file():
+        refuse(asked.adapter, None, lacks, "the folder of an adapter, in peft's format")
     from ..adapter.attach import merge_adapter
     from ..create import load
     from ..identify import asked_dtype
 
     kind = asked_dtype(asked.dtype)
-    model = load(asked.adapter)  # as it was trained: rounded before, a base has other codes of 4 or 8 bits
-    assert model.adapter is not None
+    model = load(asked.adapter, revision=asked.revision)  # as it was trained: rounded before, a base has other codes of 4 or 8 bits
+    if model.adapter is None:
+        refuse(asked.adapter, None, lacks, "the hub id of an adapter, in peft's format")
     name, held = model.adapter.name, model.adapter.quantize
     base = f"{model.source}, dequantised from {held}," if held != "none" else model.source
     merge_adapter(model).to(kind).save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
