@@ -151,10 +151,12 @@ def run(args: Arguments) -> Answer:
     """Find the verb and let it answer."""
     if args.version:
         return Answer(f"modelcenter {__version__}", {"modelcenter": __version__})
+    if args == Arguments() or args.names[:1] == ["help"]:  # `modelcenter`, `modelcenter help train`
+        args.names, args.help = args.names[1:], True
     verb = args.names[0] if args.names else None
-    if args.help and (verb is None or verb not in VERBS):
-        return Answer(usage(), {"verbs": sorted(VERBS)})
     if verb is None:
+        if args.help:
+            return Answer(usage(), {"verbs": sorted(VERBS)})
         refuse(COMMAND_LINE, None, "no verb", f"{', '.join(VERBS)} (modelcenter --help)")
     if verb not in VERBS:
         recipe = verb in names(packaged())

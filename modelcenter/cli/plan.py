@@ -37,7 +37,13 @@ def plan(args: Arguments) -> Answer:
 
     Takes the arguments of train; with a model instead of a recipe, batch=, data.seq_len= and the like. One step is rehearsed on
     tensors without storage, and no weights are downloaded. The second form plans for devices that are not on this machine: h200,
-    h100, a100-80, a100-40, v100, 4090, 3090, 2080ti, or a file with their rates. For it alone:
+    h100, a100-80, a100-40, v100, 4090, 3090, 2080ti, or a file with their rates.
+
+    A row of its table is a layout, in the words of the keys machine.tensor_parallel, fsdp and replicate (tensor x fsdp x copies),
+    zero and recompute. "4 x 2" under micro-batch is two forwards of four sequences a step on each rank; "a rank" is the memory of
+    one; "of peak" the share of the device's rate of matrix products that is reached; "bound by" what takes most of the time.
+
+    Keys of the second form:
     """
     asked, args = take_own(Question, args)
     if asked.price is not None and asked.tokens is None:
@@ -112,8 +118,8 @@ def elsewhere(recipe: "Recipe", machine: "Machine", asked: Question, bare: bool)
     """On devices that are named, layout by layout."""
     from ..train.paper import on_paper
 
-    found, lines = on_paper(recipe, machine, asked.gpus, asked.device, bare)
-    text, data = [*lines, "", found.table(), "", found.memory(), found.verdict()], found.data()
+    found, (what, *sources) = on_paper(recipe, machine, asked.gpus, asked.device, bare)
+    text, data = [what, "", found.table(), "", found.memory(), found.verdict()], found.data()
     if found.remedies:
         text += ["instead:", found.worth()]
     if asked.tokens is not None and found.choice.fits:
@@ -125,7 +131,7 @@ def elsewhere(recipe: "Recipe", machine: "Machine", asked: Question, bare: bool)
             data["cost"] = hours * e.machine.ranks * asked.price
             line += f", {few(data['cost'])} at {asked.price:g} each"
         text.append(line)
-    return Answer("\n".join(text), data)
+    return Answer("\n".join([*text, "", *sources, "columns: modelcenter plan --help"]), data)
 
 
 def few(number: float, digits: int = 0) -> str:

@@ -13,8 +13,10 @@ def train(args: Arguments) -> Answer:
 
     modelcenter train RECIPE [--machine M] [key=value ...] [machine.key=value ...]
 
+    modelcenter train finetune model=gpt2 data.path=my.jsonl output_dir=runs/first       # for example
+
     RECIPE is a bare name (modelcenter list recipes) or a path; modelcenter list keys says what can be set, and
-    modelcenter copy RECIPE puts the file here to be edited.
+    modelcenter copy RECIPE puts the file here to be edited. M is a bare name (modelcenter list machines) or a path.
     """
     recipe, machine = run_of(args)
     if not any(setting.startswith("output_dir=") for setting in args.settings):

@@ -45,8 +45,8 @@ def objective_of(model: str) -> str:
 
 
 def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | None, bare: bool) -> tuple[Survey, list[str]]:
-    """The layouts of a run on `ranks` devices (those of `machine`) of the named kind (None: the one here), and lines that describe
-    it."""
+    """The layouts of a run on `ranks` devices (those of `machine`) of the named kind (None: the one here), and lines that say what
+    is planned, and then of what the prediction is made."""
     found = device_of(replace(machine, device="auto" if device is None else machine.device if torch.cuda.is_available() else "cpu"))
     chip = chip_named(device) if device is not None else chip_here(found)
     if chip is None:
@@ -78,8 +78,8 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     many = f"{weights / 1e9:,.2f} G" if weights >= 1e9 else f"{weights / 1e6:,.2f} M"
     lines = [
         f"{recipe.model}: {many} parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
-        f"{ranks} x {chip.name}",
-        f"predicted, not measured; rates: {chip.source or device}",
+        f"{ranks} x {chip.name}; predicted, not measured",
+        f"rates: {chip.source or device}",
         f"the host takes {chip.call * 1e6:.3g} µs for a call of torch's, {chip.host}",
         *([str(learned)] if learned.runs else []),
     ]
