@@ -978,7 +978,9 @@ def test_the_verb_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixt
     assert main([*start, "optimizer.moments=bf16"]) == 0
     text = capsys.readouterr().out
     assert "the host takes 8.5 µs for a call of torch's, of an H200's host" in text
-    assert "predicted, not measured" in text and "choice: " in text and "tok/s/device" in text and "weights and buffers" in text
+    assert "; predicted, not measured\n\n      tensor x fsdp x copies" in text  # the table first, and then of what it is made
+    assert "choice: " in text and "tok/s/device" in text and "weights and buffers" in text
+    assert text.endswith("columns: modelcenter plan --help\n")
     assert main(["plan", "model=gpt2", "price=2"]) == 2 and "--tokens" in capsys.readouterr().err
     assert main(["plan", "model=gpt3", "gpus=2"]) == 2 and "a preset" in capsys.readouterr().err
     assert main(["plan", "gpus=2"]) == 2 and "model=PRESET" in capsys.readouterr().err
