@@ -1924,6 +1924,8 @@ MUTANTS = (
            "test_calibrate.py::test_only_this_process_s_own_steps_are_of_this_machine"),
     Mutant("ratios-of-ratios", "train/calibrate.py", '(e.seconds - e.spent["host"]) / self.device', 'e.seconds - e.spent["host"]',
            "test_calibrate.py::test_what_was_learned_does_not_add_up"),
+    Mutant("a-time-that-is-no-number", "train/calibrate.py", "not all(x > 0 for x in row[2:])", "not min(row[2:]) > 0",
+           "test_calibrate.py::test_a_broken_file_is_none[wrong]"),
     Mutant("a-host-like-its-device", "train/calibrate.py", "call=chip.call * self.host", "call=chip.call * self.device",
            "test_calibrate.py::test_a_run_that_waited_for_the_host_tells_of_the_host"),
     Mutant("a-plan-that-learns-nothing", "train/paper.py", "chip = learned.of(", "learned.of(",

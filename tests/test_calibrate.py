@@ -169,10 +169,12 @@ def test_what_says_nothing_is_not_kept(cache: Path, rows: list[dict[str, Any]]) 
 
 
 WRONG = [["x"], [None], 3.0, ["bf16", False, 1.0, 1.0, 1e9], ["bf16", False, -1.0, 1.0, 1.0], ["bf16", 0, 1.0, 1.0, 1.0],
-         ["bf16", False, 1.0, "1.0", 1.0], {"a": 1.0}]  # fmt: skip
+         ["bf16", False, 1.0, "1.0", 1.0], ["bf16", False, 1.0, float("nan"), 1.0], {"a": 1.0}]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 3}', json.dumps({X.name: WRONG}), json.dumps({X.name: [2.0, 1.25]})])
+@pytest.mark.parametrize("text", ["", "[]", "{", pytest.param("[" * 10**5, id="deep"), '{"a": 3}',
+                                  pytest.param(json.dumps({X.name: WRONG}), id="wrong"),
+                                  json.dumps({X.name: [2.0, 1.25]})])  # fmt: skip
 def test_a_broken_file_is_none(cache: Path, text: str) -> None:
     """One of an older release too."""
     cache.parent.mkdir()

@@ -80,7 +80,7 @@ def read(path: Path) -> dict[str, list[Run]]:
     """The runs by device; none if there is no such file, or it holds something else."""
     try:
         found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}
@@ -92,7 +92,7 @@ def sound(row: Any) -> bool:
     if not isinstance(row, list | tuple) or len(row) != len(Run._fields):
         return False
     kinds = (str, bool, float, float, float)
-    if not all(type(x) is kind for x, kind in zip(row, kinds, strict=True)) or not min(row[2:]) > 0:
+    if not all(type(x) is kind for x, kind in zip(row, kinds, strict=True)) or not all(x > 0 for x in row[2:]):  # NaN is not
         return False
     return bool(SOUND[0] < row[4] / max(row[2:4]) < SOUND[1])
 
