@@ -362,8 +362,8 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     const int dim = static_cast<int>(p.dim);
     const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     const int skew = p.out.skew(group * dim);
-    const Source<D, SHIFT, PACKS> x(p.x, p.rows * p.dim, group * dim, skew);
-    const Source<D, SHIFT, PACKS> residual(ADDS ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
+    const Source<D, SHIFT, PACKS, 4> x(p.x, p.rows * p.dim, group * dim, skew);
+    const Source<D, SHIFT, PACKS, 4> residual(ADDS ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
     const int after = x.slots(), slots = after + (ADDS ? residual.slots() : 0);
     Ring<PACKS> ring{memory};
     ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;

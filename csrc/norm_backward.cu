@@ -1,6 +1,6 @@
 // The gradients of LayerNorm and RMSNorm: norm.h has the formulas, norm_ring.h how rows are walked over.
 //
-// The groups write their sums for weight and bias to lines of `partial`, which a second kernel adds up in a fixed order. Arithmetic is
+// The blocks write their sums for weight and bias to lines of `partial`, which a second kernel adds up in a fixed order. Arithmetic is
 // in fp32; in half precision a difference from the mean may be rounded as one product, of which their own steps show nothing.
 //
 // In fp32 a gradient times its weight is rounded together with what is taken off it, and that times rstd together with what is added
@@ -15,25 +15,26 @@ namespace {
 
 // Whether a kernel may be given a second gradient, in the residual's place. Others lack registers for one, and for both there is no
 // room: then norm_any_rows_backward does it.
-template <int D, bool SHIFT>
-constexpr bool TWO = !SHIFT && D != ANY;
+template <int D, int TOTAL, bool SHIFT>
+constexpr bool TWO = !SHIFT && D == TOTAL && D != ANY;
 
-// JOINT: all groups of a block go together, and need not be whole warps.
-template <int D, bool CENTRED, bool SHIFT, bool JOINT, int PACKS, int ROWS>
+// D: the dtype of the norm's gradient and of the branch's; TOTAL: of what was normalised and of its gradient. JOINT: all groups of a
+// block go together, and need not be whole warps.
+template <int D, int TOTAL, bool CENTRED, bool SHIFT, bool JOINT, int PACKS, int ROWS>
 __global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Problem p) {
     if (D == BF16 && !present<bf16>) return;
     constexpr int SUMS = CENTRED ? 2 : 1;
-    constexpr bool HALF = D == BF16 || D == F16;
-    constexpr int GAP = gap<D, SHIFT>;
+    constexpr bool HALF = TOTAL == BF16 || TOTAL == F16;
+    constexpr int GAP = gap<TOTAL, SHIFT>;
     extern __shared__ uint4 memory[];
     __shared__ Board<ROWS, true> board;
     const int dim = static_cast<int>(p.dim);
     const int64_t group = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     const int skew = SHIFT ? p.total.skew(group * dim) : 0;
-    const bool adds = p.residual.data, two = TWO<D, SHIFT> && p.also.data;
-    const Source<D, SHIFT, PACKS> grad(p.x, p.rows * p.dim, group * dim, skew),
-        normed(p.normed, p.rows * p.dim, group * dim, skew);
-    const Source<D, SHIFT, PACKS> other(two ? p.also : adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
+    const bool adds = p.residual.data, two = TWO<D, TOTAL, SHIFT> && p.also.data;
+    const Source<D, SHIFT, PACKS, GAP> grad(p.x, p.rows * p.dim, group * dim, skew);
+    const Source<TOTAL, SHIFT, PACKS, GAP> normed(p.normed, p.rows * p.dim, group * dim, skew);
+    const Source<TOTAL, SHIFT, PACKS, GAP> other(two ? p.also : adds ? p.residual : p.x, p.rows * p.dim, group * dim, skew);
     const int after = grad.slots(), last = after + normed.slots(), slots = last + (adds || two ? other.slots() : 0);
     Ring<PACKS> ring{memory};
     ring.base += threadIdx.y * ring.packs() * p.stages * ROWS * slots;
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Pr
 #pragma unroll
                         for (int k = 0; k < 8; k++) d.at[k] *= s.rstd;
                     }
-                    mine[j].template store<D>(p.total, at, d);
+                    mine[j].template store<TOTAL>(p.total, at, d);
                     if (!p.out.data) continue;
                     const int64_t e = at + mine[j].first;
                     const uint32_t keep = !p.seed ? 0xFFu : SHIFT ? kept8(e, key, p.threshold) : kept_fours<GAP>(e, key, p.threshold);
@@ -150,15 +151,21 @@ __global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Pr
                 }
             }
         });
-    float* line = p.partial + group * SUMS * dim;
+    // the sums of the block's groups, in their order, by way of the memory that rows have left
+    auto* found = reinterpret_cast<float*>(memory);
+    const int width = SUMS * dim;
+    __syncthreads();
 #pragma unroll
-    for (int j = 0; j < PACKS; j++)
-#pragma unroll
-        for (int k = 0; k < 8; k++)
-            if (mine[j].has(k)) {
-                line[mine[j].column(k)] = dw[j].at[k];
-                if (CENTRED) line[dim + mine[j].column(k)] = db[j].at[k];
-            }
+    for (int j = 0; j < PACKS; j++) {
+        mine[j].write(found + threadIdx.y * width, dw[j]);
+        if (CENTRED) mine[j].write(found + threadIdx.y * width + dim, db[j]);
+    }
+    __syncthreads();
+    for (int c = thread; c < width; c += static_cast<int>(blockDim.x * blockDim.y)) {
+        Total total;
+        for (int i = 0; i < static_cast<int>(blockDim.y); i++) total.add(found[i * width + c]);
+        p.partial[int64_t{blockIdx.x} * width + c] = total.whole();
+    }
 }
 
 // The gradient of the norm for N columns from element `at` on.
@@ -247,7 +254,7 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
     const int64_t c = int64_t{blockIdx.x} * 32 + threadIdx.x;
     Total total;
     if (c < width) {
-#pragma unroll 4
+#pragma unroll 8
         for (int64_t i = threadIdx.y; i < lines; i += 16) total.add(partial[i * width + c]);
     }
     sums[threadIdx.y][threadIdx.x] = total.sum, rests[threadIdx.y][threadIdx.x] = total.rest;
@@ -257,30 +264,37 @@ __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, in
     (c < dim ? dweight[c] : dbias[c - dim]) = from_float<W>(total.whole());
 }
 
+template <int D, int TOTAL, bool CENTRED, bool SHIFT, bool JOINT, int PACKS, int ROWS>
+bool ring(const Problem& p, int slots, int64_t& lines, cudaStream_t stream) {
+    return launch<norm_rows_backward<D, TOTAL, CENTRED, SHIFT, JOINT, PACKS, ROWS>>(PACKS, ROWS, p, SHIFT, JOINT, slots, lines, stream);
+}
+
 bool launch_backward(const Problem& p, bool shift, int slots, int64_t& lines, cudaStream_t stream) {
-    const Dtype dtype = p.normed.dtype;
-    const bool same = p.x.dtype == dtype && (!p.out.data || p.out.dtype == dtype);
+    const Dtype dtype = p.x.dtype, total = p.normed.dtype;
+    const bool alike = !p.out.data || p.out.dtype == dtype, same = alike && total == dtype, known = same || (alike && total == F32);
     if (p.also.data && (shift || !same || p.residual.data)) return false;
     MC_FOR_BOOL(p.centred, CENTRED,
-        if (shift && same && dtype == BF16) return launch<norm_rows_backward<BF16, CENTRED, true, false, 1, 4>>(1, 4, p, true, false, slots, lines, stream);
-        if (shift && same && dtype == F16) return launch<norm_rows_backward<F16, CENTRED, true, false, 1, 4>>(1, 4, p, true, false, slots, lines, stream);
-        if (shift) return false;
         const auto halves = [&](auto d) {
             constexpr int D = d.value;
+            if (shift) return same && ring<D, D, CENTRED, true, false, 1, 4>(p, slots, lines, stream);
+            if (!same)
+                return ring<D, F32, CENTRED, false, false, 1, 1>(p, slots, lines, stream) ||
+                       ring<D, F32, CENTRED, false, false, 2, 1>(p, slots, lines, stream);
             // Of three arrays rows come two at a time, in stages of which then four fit and not two: up to 10 % faster, of two arrays slower.
             const bool two = slots > 2;
-            return (two && launch<norm_rows_backward<D, CENTRED, false, true, 1, 2>>(1, 2, p, false, true, slots, lines, stream)) ||
-                   (!two && launch<norm_rows_backward<D, CENTRED, false, true, 1, 4>>(1, 4, p, false, true, slots, lines, stream)) ||
-                   (!two && launch<norm_rows_backward<D, CENTRED, false, false, 1, 4>>(1, 4, p, false, false, slots, lines, stream)) ||
-                   launch<norm_rows_backward<D, CENTRED, false, false, 1, 2>>(1, 2, p, false, false, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, false, 3, 1>>(3, 1, p, false, false, slots, lines, stream) ||
-                   launch<norm_rows_backward<D, CENTRED, false, false, 4, 1>>(4, 1, p, false, false, slots, lines, stream);
+            return (two && ring<D, D, CENTRED, false, true, 1, 2>(p, slots, lines, stream)) ||
+                   (!two && ring<D, D, CENTRED, false, true, 1, 4>(p, slots, lines, stream)) ||
+                   (!two && ring<D, D, CENTRED, false, false, 1, 4>(p, slots, lines, stream)) ||
+                   ring<D, D, CENTRED, false, false, 1, 2>(p, slots, lines, stream) ||
+                   ring<D, D, CENTRED, false, false, 2, 1>(p, slots, lines, stream) ||
+                   ring<D, D, CENTRED, false, false, 3, 1>(p, slots, lines, stream) ||
+                   ring<D, D, CENTRED, false, false, 4, 1>(p, slots, lines, stream);
         };
-        if (same && dtype == BF16 && halves(std::integral_constant<int, BF16>{})) return true;
-        if (same && dtype == F16 && halves(std::integral_constant<int, F16>{})) return true;
-        if (same && dtype == F32 && launch<norm_rows_backward<F32, CENTRED, false, false, 1, 1>>(1, 1, p, false, false, slots, lines, stream)) return true;
-        return !p.also.data && launch<norm_rows_backward<ANY, CENTRED, false, false, 2, 1>>(2, 1, p, false, false, slots, lines, stream);)
+        if (dtype == BF16 && known && halves(std::integral_constant<int, BF16>{})) return true;
+        if (dtype == F16 && known && halves(std::integral_constant<int, F16>{})) return true;
+        if (shift) return false;
+        if (dtype == F32 && same && ring<F32, F32, CENTRED, false, false, 1, 1>(p, slots, lines, stream)) return true;
+        return !p.also.data && ring<ANY, ANY, CENTRED, false, false, 2, 1>(p, slots, lines, stream);)
 }
 
 // How many lines of `partial` there are.

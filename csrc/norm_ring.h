@@ -28,10 +28,9 @@ struct Ring {
 };
 
 // An input whose rows pass through the ring.
-template <int D, bool SHIFT, int PACKS>
+template <int D, bool SHIFT, int PACKS, int GAP>
 struct Source {
     Tensor from;
-    static constexpr int GAP = gap<D, SHIFT>;
     int64_t end;      // elements
     int skew, shift;  // of its own packs before the row; how many elements behind one the thread's columns begin
     __device__ __forceinline__ Source(const Tensor& from, int64_t end, int64_t start, int window)
@@ -149,8 +148,8 @@ int attribute(cudaDeviceAttr which) {
 int period(int64_t dim) { return dim % 8 == 0 ? 1 : dim % 4 == 0 ? 2 : dim % 2 == 0 ? 4 : 8; }
 
 // Runs a kernel on groups of threads, several for a block where rows are short; false where its ring does not fit. `slots` of 16
-// bytes hold a pack of a row; `joint`: groups need not be whole warps; `lines`: how many groups there may be, and then how many there
-// were.
+// bytes hold a pack of a row; `joint`: groups need not be whole warps; `lines`: how many groups there may be, and then how many blocks
+// there were.
 template <auto KERNEL>
 bool launch(int packs, int rows, Problem p, bool shift, bool joint, int slots, int64_t& lines, cudaStream_t stream) {
     const int64_t columns = (p.dim + (shift ? 22 : 7)) / 8;
@@ -185,7 +184,7 @@ bool launch(int packs, int rows, Problem p, bool shift, bool joint, int slots, i
     const int64_t wanted = max(grid(p.rows, groups * rows, resident) / unit, int64_t{1});
     const int64_t blocks = min(wanted, lines / (unit * groups)) * unit;
     if (!blocks) return false;
-    p.groups = lines = blocks * groups;
+    p.groups = blocks * groups, lines = blocks;
     const int bytes = each * p.stages;
     const auto kernel = reinterpret_cast<const void*>(KERNEL);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -16,10 +16,6 @@ struct Tensor {
     void* data;
     Dtype dtype;
     __device__ __host__ __forceinline__ int size() const { return dtype == F32 ? 4 : 2; }
-    __device__ __forceinline__ float one(int64_t at) const {
-        MC_FOR_FLOAT(dtype, T, return to_float(static_cast<const T*>(data)[at]))
-        return 0.0f;
-    }
     __device__ __forceinline__ void put(int64_t at, float value) const {
         MC_FOR_FLOAT(dtype, T, static_cast<T*>(data)[at] = from_float<T>(value))
     }
@@ -286,11 +282,27 @@ struct Window {
         for (int k = 0; k < 8; k++) valid |= static_cast<uint32_t>(at + k >= 0 && at + k < dim) << k;
     }
     __device__ __forceinline__ bool has(int k) const { return SHIFT ? valid >> k & 1 : valid & (k < 4 ? 0x0F : 0xF0); }
+    // of a row of numbers, all asked for before any is there
     __device__ __forceinline__ Eight read(const Tensor& from) const {
-        Eight to;
-#pragma unroll 1
-        for (int k = 0; k < 8; k++) to.at[k] = has(k) && from.data ? from.one(column(k)) : 0.0f;
+        Eight to{};
+        if (from.data) MC_FOR_FLOAT(from.dtype, T, read(static_cast<const T*>(from.data), to))
         return to;
+    }
+    template <class T>
+    __device__ __forceinline__ void read(const T* from, Eight& to) const {
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if (has(k)) to.at[k] = to_float(from[column(k)]);
+    }
+    __device__ __forceinline__ void write(float* to, const Eight& from) const {
+#pragma unroll
+        for (int four = 0; !SHIFT && four < 8; four += 4)
+            if (has(four))
+                *reinterpret_cast<float4*>(to + column(four)) =
+                    make_float4(from.at[four], from.at[four + 1], from.at[four + 2], from.at[four + 3]);
+#pragma unroll
+        for (int k = 0; SHIFT && k < 8; k++)
+            if (has(k)) to[column(k)] = from.at[k];
     }
     // into the row that begins at element `at`
     template <int D>
