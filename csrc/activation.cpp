@@ -4,6 +4,7 @@
 // the shape alone), each part is summed in order, then the parts are.
 //
 // Everything passes through pieces of fp32 in the first cache: the loops that compute know neither dtypes nor the ends of rows.
+#include "random.h"
 #include "simd.h"
 
 namespace {
@@ -133,6 +134,17 @@ void gated_slopes(const float* grad, const float* gate, const float* up, float* 
     }
 }
 
+// The n numbers of a piece that begins at element `at`, as dropout leaves them.
+void drop(const float* from, float* to, int64_t at, int64_t n, const Array& seed, const Rate& rate) {
+    static_assert(PIECE % BLOCK == 0);
+    for (int64_t first = 0; first < n; first += BLOCK) {
+        uint16_t random[BLOCK];
+        draw(random, (at + first) / BLOCK, *seed.as<uint64_t>());
+        for (int64_t i = first; i < n && i < first + BLOCK; i += LANES)
+            store(to + i, masked(load(from + i) * rate.scale, random + (i - first), rate.threshold));
+    }
+}
+
 #define MC_FOR_LOOP(dtype, kind, KIND, FINE, ...)      \
     if (dtype == mc::F32) {                            \
         constexpr bool FINE = true;                    \
@@ -232,6 +244,8 @@ MC_KERNEL(gated) {
     const Array gate = call.in("gate", FLOATS);
     const Array up = call.in("up", gate.dtype, gate.shape);
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
+    const Array seed = call.maybe("seed", I64, Shape{1});
+    const Rate rate(call.real("p"));
     const Array y = call.out("y", gate.dtype, gate.shape);
     call.ready();
     void (*loop)(const float*, const float*, float*, int64_t) = nullptr;
@@ -240,6 +254,7 @@ MC_KERNEL(gated) {
         Piece a, b, out;
         float* made = room(y, at, n, out);
         loop(read(gate, at, n, a), read(up, at, n, b), made, whole(n));
+        if (seed) drop(made, made, at, whole(n), seed, rate);
         write(y, at, n, made);
     });
 }
@@ -251,7 +266,10 @@ MC_KERNEL(gated_backward) {
     tiles(1, z.dgate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
         Piece g, a, b, da, db, out;
         float *one = room(z.dgate, at, n, da), *two = room(z.dup, at, n, db), *three = z.y ? room(z.y, at, n, out) : nullptr;
-        loop(read(z.grad, at, n, g), read(z.gate, at, n, a), read(z.up, at, n, b), one, two, three, whole(n));
+        const float* grad = read(z.grad, at, n, g);
+        if (z.seed) drop(grad, g, at, whole(n), z.seed, z.rate), grad = g;
+        loop(grad, read(z.gate, at, n, a), read(z.up, at, n, b), one, two, three, whole(n));
+        if (z.seed && z.y) drop(three, three, at, whole(n), z.seed, z.rate);
         write(z.dgate, at, n, one);
         write(z.dup, at, n, two);
         if (z.y) write(z.y, at, n, three);

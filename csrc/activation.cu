@@ -203,9 +203,26 @@ __device__ __forceinline__ void read(int64_t at, int64_t count, F f, const T* ar
     }
 }
 
-template <int KIND, class T>
+// What dropout makes of an array, if it does (DROPS): numbers of a thread's pack from element `at` on.
+template <bool DROPS>
+struct Drop {
+    const int64_t* seed;
+    Rate rate;
+    template <int N>
+    __device__ __forceinline__ void operator()(float (&v)[N], int64_t at) const {
+        if (!DROPS) return;
+        const Words words = philox(static_cast<uint64_t>(at) / 8, static_cast<uint64_t>(*seed));
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const bool keep = N == 8 || at % 8 == 0 ? kept(words, j, rate.threshold) : kept(words, j + 4, rate.threshold);
+            v[j] = keep ? v[j] * rate.scale : 0.0f;
+        }
+    }
+};
+
+template <int KIND, class T, bool DROPS>
 __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ gate, const T* __restrict__ up, T* __restrict__ y,
-                                                         int64_t count) {
+                                                         int64_t count, const Drop<DROPS> drop) {
     if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     Pack<T, SPAN<T>> a[PARTS<T>], b[PARTS<T>];
@@ -218,14 +235,15 @@ __global__ __launch_bounds__(THREADS) void gated_forward(const T* __restrict__ g
         spread(a[u], v), spread(b[u], w);
 #pragma unroll
         for (int j = 0; j < SPAN<T>; j++) v[j] = activate<KIND, fine<T>>(v[j]) * w[j];
+        drop(v, place<T>(first + u * TILE<T>));
         put<false>(y, rounded<T>(v), place<T>(first + u * TILE<T>), count);
     }
 }
 
 // dgate, dup and y may lie where gate, up and grad do: of those nothing but a thread's own is read then. y: act(gate) * up, or null.
-template <int KIND, class T>
+template <int KIND, class T, bool DROPS>
 __global__ __launch_bounds__(THREADS) void gated_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup, T* y,
-                                                          int64_t count) {
+                                                          int64_t count, const Drop<DROPS> drop) {
     if (!present<T>) return;
     const int64_t first = int64_t{blockIdx.x} * (TILE<T> * PARTS<T>);
     Pack<T, SPAN<T>> g[PARTS<T>], a[PARTS<T>], b[PARTS<T>];
@@ -236,6 +254,7 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* grad, const T
     for (int u = 0; u < PARTS<T>; u++) {
         float given[SPAN<T>], v[SPAN<T>], w[SPAN<T>];
         spread(g[u], given), spread(a[u], v), spread(b[u], w);
+        drop(given, place<T>(first + u * TILE<T>));
 #pragma unroll
         for (int j = 0; j < SPAN<T>; j++) {
             float slope, below;
@@ -245,6 +264,7 @@ __global__ __launch_bounds__(THREADS) void gated_backward(const T* grad, const T
             w[j] = given[j] * value;
             given[j] = product;
         }
+        if (y) drop(given, place<T>(first + u * TILE<T>));
         put<false>(dgate, rounded<T>(v), place<T>(first + u * TILE<T>), count);
         put<false>(dup, rounded<T>(w), place<T>(first + u * TILE<T>), count);
         if (y) put<false>(y, rounded<T>(given), place<T>(first + u * TILE<T>), count);
@@ -404,6 +424,8 @@ MC_KERNEL(gated) {
     const Array gate = call.in("gate", FLOATS);
     const Array up = call.in("up", gate.dtype, gate.shape);
     const int64_t kind = call.integer("kind", 0, KINDS - 1);
+    const Array seed = call.maybe("seed", I64, Shape{1});
+    const Rate rate(call.real("p"));
     const Array y = call.out("y", gate.dtype, gate.shape);
     call.ready();
     check_present(call, gate.dtype);
@@ -411,8 +433,9 @@ MC_KERNEL(gated) {
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND,
-        gated_forward<KIND, T><<<blocks, THREADS, 0, stream>>>(gate.as<T>(), up.as<T>(), y.as<T>(), count)))
+    MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(static_cast<bool>(seed), DROPS,
+        gated_forward<KIND, T, DROPS><<<blocks, THREADS, 0, stream>>>(
+            gate.as<T>(), up.as<T>(), y.as<T>(), count, Drop<DROPS>{seed.as<int64_t>(), rate}))))
 }
 
 MC_KERNEL(gated_backward) {
@@ -424,7 +447,8 @@ MC_KERNEL(gated_backward) {
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(z.dgate.dtype, T, MC_FOR_KIND(z.kind, KIND,
-        gated_backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
-            z.grad.as<T>(), z.gate.as<T>(), z.up.as<T>(), z.dgate.as<T>(), z.dup.as<T>(), z.y ? z.y.as<T>() : nullptr, count)))
+    MC_FOR_FLOAT(z.dgate.dtype, T, MC_FOR_KIND(z.kind, KIND, MC_FOR_BOOL(static_cast<bool>(z.seed), DROPS,
+        gated_backward<KIND, T, DROPS><<<blocks, THREADS, 0, stream>>>(
+            z.grad.as<T>(), z.gate.as<T>(), z.up.as<T>(), z.dgate.as<T>(), z.dup.as<T>(), z.y ? z.y.as<T>() : nullptr, count,
+            Drop<DROPS>{z.seed.as<int64_t>(), z.rate}))))
 }

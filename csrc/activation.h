@@ -5,7 +5,11 @@
 // sqrt(8 / pi) (a + 0.044715 a^3) and a: nothing cancels, so that their tails are right too. The slope at -a is Phi(-a) - a phi(a) for
 // gelu and s(-L) - a s(L) s(-L) L'(a), s(v) = 1 / (1 + e^-v), for the others; at a it is what that leaves of 1. NaN stays NaN, and
 // infinities give the limits.
+//
+// A gated one may be followed by dropout: where a seed is given, act(gate) * up is masked and scaled before it is rounded (philox.h).
 #pragma once
+#include "philox.h"
+
 #ifdef __CUDACC__
 #define MC_MATH __device__ __forceinline__
 #else
@@ -82,8 +86,9 @@ MC_MATH V activate(V x) {
 // What `gated_backward` is given, in the order in which Python gives it: dgate and dup are written, and y if it is given. What is not
 // given of the rest stands where a result goes: gate in dgate, up in dup, grad in y.
 struct Slopes {
-    Array dgate, dup, y, grad, gate, up;
+    Array dgate, dup, y, grad, gate, up, seed;
     int64_t kind;
+    Rate rate;
     bool in_place;
 
     explicit Slopes(Call& call) {
@@ -91,6 +96,7 @@ struct Slopes {
         y = call.maybe_out("y", dgate.dtype, dgate.shape), grad = call.maybe("grad", dgate.dtype, dgate.shape);
         gate = call.maybe("gate", dgate.dtype, dgate.shape), up = call.maybe("up", dgate.dtype, dgate.shape);
         kind = call.integer("kind", 0, KINDS - 1);
+        seed = call.maybe("seed", I64, Shape{1}), rate = Rate(call.real("p"));
         call.ready();
         if (gate.given != up.given) call.refuse("gate and up go together");
         if (!grad && !y) call.refuse("grad: None, and y too");

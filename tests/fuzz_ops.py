@@ -41,6 +41,7 @@ from modelcenter.ops import _kernels, _norm, draw, quantize
 from modelcenter.ops._kernels import call
 from modelcenter.ops.activation import GATED, gated_backward
 from modelcenter.ops.cross_entropy import IGNORE
+from modelcenter.ops.dropout import dropped
 from modelcenter.ops.gated_linear import gated_linear
 from modelcenter.ops.rotary import rotary_
 from modelcenter.optim import adamw
@@ -367,6 +368,7 @@ def of_rotary_in_place(rng: random.Random, device: str, compared: bool) -> list[
 
 def of_gated_over(rng: random.Random, device: str, compared: bool) -> list[Any]:
     """A gated activation's gradients where its arguments were, its result where its gradient was: to the bit those apart."""
+    drop = (torch.tensor([rng.getrandbits(62)], device=device), rng.choice((0.1, 0.5, 1.0))) if rng.random() < 0.5 else (None, 0.0)
     name, (over, whole) = rng.choice([*GATED]), rng.choice(((True, True), (True, False), (False, True)))
     gate, up = (t.clone(memory_format=torch.contiguous_format) for t in each(gated(rng, device), laid_out(rng)))
     grad, lay = torch.randn_like(gate), laid_out(rng, ways=APART)
@@ -374,12 +376,17 @@ def of_gated_over(rng: random.Random, device: str, compared: bool) -> list[Any]:
     if not over:
         one, two = (lay(torch.randn_like(gate)).contiguous() for _ in range(2))
     given = (None, None) if over else (gate, up)
-    call("gated_backward", one, two, made if whole else None, None if whole else grad, *given, GATED[name])
+    call("gated_backward", one, two, made if whole else None, None if whole else grad, *given, GATED[name], *drop)
     if compared:
-        wanted = *gated_backward(grad, gate, up, GATED[name]), OPS[name](gate, up) if whole else grad
-        for i, (a, b) in enumerate(zip((one, two, made), wanted, strict=True)):
-            assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), f"{name}: result {i}"
-    return [name, over, whole, *shown([gate, up])]
+        dtype = gate.dtype  # in fp32, where both round once a step
+        apart = grad if drop[0] is None else dropped(grad, *drop).to(dtype)
+        if drop[0] is None or dtype == torch.float32:
+            out = OPS[name](gate, up)
+            out = out if drop[0] is None else dropped(out, *drop)
+            wanted = *gated_backward(apart, gate, up, GATED[name]), out if whole else grad
+            for i, (a, b) in enumerate(zip((one, two, made), wanted, strict=True)):
+                assert torch.equal(a.nan_to_num(7), b.nan_to_num(7)), f"{name}: result {i}"
+    return [name, over, whole, drop, *shown([gate, up])]
 
 
 def of_gated_linear(rng: random.Random, device: str, compared: bool) -> list[Any]:
@@ -390,11 +397,12 @@ def of_gated_linear(rng: random.Random, device: str, compared: bool) -> list[Any
     weight = (torch.randn(outs, dim, device=device) / dim**0.5).to(rng.choice((low, torch.float32)))
     bias = torch.randn(outs, device=device, dtype=weight.dtype) if rng.random() < 0.5 else None
     leaves = [t.requires_grad_() for t in (gate, up, weight, bias) if t is not None]
+    drop = (torch.tensor([rng.getrandbits(62)], device=device), rng.choice((0.1, 0.5))) if rng.random() < 0.5 else ()
     found = []
     for again in (True, False):
         one, two = gate * 1, up * 1  # of no use to anybody else
         with torch.autocast(device, low):
-            out = gated_linear(OPS[name], one, two, weight, bias)
+            out = gated_linear(OPS[name], one, two, weight, bias, *drop)
         if again:
             torch.autograd.grad(out, leaves, grad, retain_graph=True)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
@@ -402,7 +410,8 @@ def of_gated_linear(rng: random.Random, device: str, compared: bool) -> list[Any
         for i, (a, b) in enumerate(zip(*found, strict=True)):
             assert torch.equal(a, b), f"{name}: result {i} depends on whether there is another backward"
         exact = [t.detach().double().requires_grad_() for t in leaves]
-        wide = torch.nn.functional.linear(OPS[name].reference(exact[0], exact[1]), exact[2], *exact[3:])
+        hidden = OPS[name].reference(exact[0], exact[1])
+        wide = torch.nn.functional.linear(dropped(hidden, *drop) if drop else hidden, exact[2], *exact[3:])
         for i, (a, b) in enumerate(zip(found[0], (wide.detach(), *torch.autograd.grad(wide, exact, grad.double())), strict=True)):
             most = float(b.abs().max()) if b.numel() else 0.0
             assert error(a, b) <= 8 * torch.finfo(low).eps * (1 + most), f"{name}: result {i}"

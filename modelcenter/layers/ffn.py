@@ -2,10 +2,11 @@
 
 from torch import Tensor, nn
 
-from ..ops import Op
+from ..ops import Op, draw, relu
 from ..ops.gated_linear import gated_linear
+from ..ops.linear import rectified
 from .dropout import Dropout, rate
-from .linear import Linear, activated, alone, together
+from .linear import Linear, alone, together
 
 
 class FFN(nn.Module):
@@ -21,7 +22,17 @@ class FFN(nn.Module):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.dropout(activated(self.act, self.up, x)))
+        """The activation adds the bias if it has a kernel for that; relu of a product without a bias is part of the product, and
+        dropout of it of those that follow. Both only if the layer is plain: no hook of tensor parallelism, no sharded or quantised
+        parameter, no adapter."""
+        up, p = self.up, rate(self.dropout)
+        if alone(up) and up.bias is None and self.act is relu and p is not None:
+            hidden = rectified(x, up.weight, draw(x.device) if p > 0 else None, p)
+        elif alone(up) and up.bias is not None and self.act.fast(x):
+            hidden = self.dropout(self.act(up(x, bias=False), up.bias))
+        else:
+            hidden = self.dropout(self.act(up(x)))
+        out: Tensor = self.down(hidden)
         return out
 
 
@@ -40,7 +51,8 @@ class GatedFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = together(x, self.gate, self.up)
-        if all(map(alone, (self.gate, self.up, self.down))) and rate(self.dropout) == 0:
-            return gated_linear(self.act, gate, up, self.down.weight, self.down.bias)
+        if all(map(alone, (self.gate, self.up, self.down))) and (p := rate(self.dropout)) is not None:
+            seed = draw(x.device) if p > 0 else None
+            return gated_linear(self.act, gate, up, self.down.weight, self.down.bias, seed, p)
         out: Tensor = self.down(self.dropout(self.act(gate, up)))
         return out

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as watched_all
 
-from ..ops import Op, relu
 from ..ops._mode import autocast_dtype, on_gpu, plain, transformed
-from ..ops.linear import LOW, linear, linears, rectified, rounded
+from ..ops.linear import LOW, linear, linears, rounded
 
 
 class Linear(nn.Linear):
@@ -25,19 +24,6 @@ def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
     if all(map(alone, layers)):
         return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # type: ignore[misc]  # of `Linear`
     return [layer(x) for layer in layers]
-
-
-def activated(act: Op, layer: nn.Module, x: Tensor) -> Tensor:
-    """act(layer(x)). The activation adds the bias if it has a kernel for that; relu of a product without a bias is part of the
-    product. Both only if the layer is plain: no hook of tensor parallelism, no sharded or quantised parameter, no adapter."""
-    out: Tensor
-    if type(layer) is Linear and layer.bias is None and act is relu and alone(layer):
-        out = rectified(x, layer.weight)
-    elif alone(layer) and layer.bias is not None and act.fast(x):
-        out = act(layer(x, bias=False), layer.bias)
-    else:
-        out = act(layer(x))
-    return out
 
 
 def rounding(block: nn.Module, x: Tensor) -> AbstractContextManager[Any]:

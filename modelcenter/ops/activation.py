@@ -99,11 +99,13 @@ def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield x, torch.randn(shape[-1], device=device, dtype=dtype)
 
 
-@raw("(Tensor grad, Tensor gate, Tensor up, int kind) -> (Tensor, Tensor)")
-def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, kind: int) -> tuple[Tensor, Tensor]:
+@raw("(Tensor grad, Tensor gate, Tensor up, int kind, Tensor? seed=None, float p=0.0) -> (Tensor, Tensor)")
+def gated_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: int, seed: Tensor | None = None, p: float = 0.0
+) -> tuple[Tensor, Tensor]:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-    call("gated_backward", dgate, dup, None, grad, gate, up, kind)
+    call("gated_backward", dgate, dup, None, grad, gate, up, kind, seed, p)
     return dgate, dup
 
 
@@ -115,23 +117,23 @@ def gated(name: str, act: Op) -> Op:
         out: Tensor = act.reference(wide(gate)) * up
         return out.to(gate.dtype)
 
-    def forward(gate: Tensor, up: Tensor) -> Tensor:
+    def forward(gate: Tensor, up: Tensor, seed: Tensor | None = None, p: float = 0.0) -> Tensor:
+        """With a seed, dropout of it (gated_linear): rounded once."""
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
-        call("gated", gate, up, kind, y)
+        call("gated", gate, up, kind, seed, p, y)
         return y
 
     def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
         return args
 
-    def backward(grad: Tensor, gate: Tensor, up: Tensor) -> Sequence[Tensor | None]:
-        dgate, dup = gated_backward(grad, gate, up, kind)
-        return dgate, dup
+    def backward(grad: Tensor, gate: Tensor, up: Tensor, *drop: Any) -> Sequence[Tensor | None]:
+        return *gated_backward(grad, gate, up, kind, *drop), *([None] * len(drop))
 
     def takes(gate: Tensor, up: Tensor) -> bool:
         return gate.dtype == up.dtype and gate.shape == up.shape
 
-    kernel = named(f"{name}_forward", "(Tensor gate, Tensor up) -> Tensor", forward)
+    kernel = named(f"{name}_forward", "(Tensor gate, Tensor up, Tensor? seed=None, float p=0.0) -> Tensor", forward)
     GATED[name] = kind
     return op(name, reference, gated_cases, Kernel(kernel, saved, backward, takes=takes, compiled=("cpu",)))
 

@@ -1,8 +1,9 @@
-"""act(gate, up) @ weight^T + bias, of which gate and up are kept, and nothing else of their size.
+"""dropout(act(gate, up)) @ weight^T + bias, of which gate and up are kept, and nothing else of their size.
 
-The gradient of the weight reads act(gate, up) once more. The kernel that forms the gradients of gate and up has it in hand: it
-leaves it where its own gradient was, and those two where gate and up were. So a layer of three projections keeps two hidden tensors
-and not three, and its backward needs room for one (benchmarks/README.md has what that is of LLaMA-3B).
+The gradient of the weight reads what is multiplied with it once more. The kernel that forms the gradients of gate and up has it
+in hand: it leaves it where its own gradient was, and those two where gate and up were. So a layer of three projections keeps two
+hidden tensors and not three, and its backward needs room for one (benchmarks/README.md has what that is of LLaMA-3B). Dropout
+costs no pass of its own: both kernels mask what they form.
 """
 
 from typing import Any
@@ -15,20 +16,25 @@ from ._kernels import call
 from ._mode import fake, kept_graph, once, plain, transformed, unseen
 from ._op import Op
 from .activation import GATED
+from .dropout import dropout
 from .linear import formed, narrowed, summed
 
 
-def gated_linear(act: Op, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """linear(act(gate, up), weight, bias) of a gated activation. Gate and up must be of no use to anybody else: so they are if
-    matrix products have just made them, which keep their factors and not their results."""
+def gated_linear(
+    act: Op, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None = None, p: float = 0.0
+) -> Tensor:
+    """linear(act(gate, up), weight, bias) of a gated activation, with dropout before the product where there is a seed. Gate and up
+    must be of no use to anybody else: so they are if matrix products have just made them, which keep their factors and not their
+    results."""
     factors = (weight,) if bias is None else (weight, bias)
     fits = act.name in GATED and all(map(plain, (gate, up, *factors))) and unseen() and not transformed() and act.fast(gate)
     low = products.trained_low(gate, factors) if fits and all(t.requires_grad for t in (gate, up, weight)) else None
     out: Tensor
     if act.kernel is None or low is None or not (gate.dtype == up.dtype == low and writable(gate, up)):
-        out = products.linear(act(gate, up), weight, bias)
+        hidden = act(gate, up)
+        out = products.linear(hidden if seed is None else dropout(hidden, None, seed, p), weight, bias)
     else:
-        given = GATED[act.name], act.kernel.forward.direct, low
+        given = GATED[act.name], act.kernel.forward.direct, low, seed, p
         out = GatedLinear.apply(*given, gate, up, weight, bias)  # type: ignore[no-untyped-call]  # torch has no types there
     return out
 
@@ -43,30 +49,32 @@ class GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: int, act: Any, low: torch.dtype, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.kinds = kind, weight.dtype, None if bias is None else bias.dtype
+        ctx: Any, kind: int, act: Any, low: torch.dtype, seed: Tensor | None, p: float,
+        gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.kinds = kind, p, weight.dtype, None if bias is None else bias.dtype
         narrow, shift = narrowed((weight, bias), low)
         assert narrow is not None
-        ctx.save_for_backward(gate, up, narrow)
+        ctx.save_for_backward(gate, up, narrow, seed)
         with torch.autocast(gate.device.type, enabled=False):
-            return formed(act(gate, up), narrow, shift)
+            return formed(act(gate, up, seed, p), narrow, shift)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weight = (x.detach() for x in ctx.saved_tensors)
-        kind, of_weight, of_bias = ctx.kinds
+        *kept, seed = ctx.saved_tensors
+        gate, up, weight = (x.detach() for x in kept)
+        kind, p, of_weight, of_bias = ctx.kinds
         g = grad.reshape(-1, grad.size(-1))
         y = summed([(g, weight)], gate.dtype).view(gate.shape)  # its gradient, and then itself
         if kept_graph():  # another backward will read gate and up
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-            call("gated_backward", dgate, dup, y, None, gate, up, kind)
+            call("gated_backward", dgate, dup, y, None, gate, up, kind, seed, p)
         else:
             dgate, dup = gate, up
-            call("gated_backward", gate, up, y, None, None, None, kind)
+            call("gated_backward", gate, up, y, None, None, None, kind, seed, p)
             torch.autograd.graph.increment_version((gate, up))  # who has kept them after all is told so
         dweight, dbias = summed([(g.t(), y.view(-1, y.size(-1)))], of_weight), None
-        if ctx.needs_input_grad[6]:
+        if ctx.needs_input_grad[8]:
             dbias = summed([(g.new_ones(1, len(g)), g)], torch.promote_types(g.dtype, torch.float32))[0].to(of_bias)
-        return None, None, None, dgate, dup, dweight, dbias
+        return None, None, None, None, None, dgate, dup, dweight, dbias

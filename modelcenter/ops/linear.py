@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ._mode import TWICE, autocast_dtype, fake, on_gpu, one_by_one, plain, transformed
 from .activation import relu
+from .dropout import dropout, factor
 
 LOW = (torch.bfloat16, torch.float16)
 FEW = 4  # rows
@@ -76,14 +77,16 @@ def few(x: Tensor, weights: Sequence[Tensor], low: torch.dtype) -> bool:
     return x.numel() <= FEW * x.size(-1) and not torch.is_grad_enabled() and all(t.dtype == low for t in (x, *weights))
 
 
-def rectified(x: Tensor, weight: Tensor) -> Tensor:
-    """relu(x weight^T) of x (.. in) and weight (out in): .. out. On a GPU, in training, it is one product."""
+def rectified(x: Tensor, weight: Tensor, seed: Tensor | None = None, p: float = 0.0) -> Tensor:
+    """relu(x weight^T) of x (.. in) and weight (out in): .. out, with dropout where there is a seed. On a GPU, in training, relu is
+    part of the product, and dropout's backward of the next ones."""
     seen = not all(map(plain, (x, weight))) or torch.compiler.is_compiling() or transformed()
     out: Tensor
     if seen or (low := trained_low(x, (weight,))) is None:
         out = relu(linear(x, weight))
+        out = out if seed is None else dropout(out, None, seed, p)
     else:
-        out = Rectified.apply(x, low, weight)  # type: ignore[no-untyped-call]  # torch has no types there
+        out = Rectified.apply(x, low, weight, seed, p)  # type: ignore[no-untyped-call]  # torch has no types there
     return out
 
 
@@ -174,15 +177,18 @@ class Summed(torch.autograd.Function):
 
 
 class Rectified(torch.autograd.Function):
-    """relu of a product in low precision. What the slope is read off is the result, which the next layer keeps anyway."""
+    """relu of a product in low precision, and dropout of that. The result, which the next layer keeps anyway, is above zero where a
+    number was and is kept: what the slope is read off, all but dropout's factor, which is left to the products."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: torch.dtype, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, low: torch.dtype, weight: Tensor, seed: Tensor | None, p: float) -> Tensor:
         ctx.kinds = x.dtype, None, weight.dtype
-        of_x, _, of_weight = ctx.needs_input_grad
+        ctx.factor = 1.0 if seed is None else factor(p)
+        of_x, _, of_weight, *_ = ctx.needs_input_grad
         x, (weight,) = x.to(low), lowered((weight,), low)
         with torch.autocast(x.device.type, enabled=False):
             out = formed(x, weight, None, True)
+            out = out if seed is None else dropout(out, None, seed, p)
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None, out)
         return out
 
@@ -193,9 +199,12 @@ class Rectified(torch.autograd.Function):
         of_x, _, of_weight = ctx.kinds
         unrounded(ctx, x, None, weight)
         g = torch.ops.aten.threshold_backward(grad, out, 0).reshape(-1, out.size(-1))
-        dx = summed([(g, weight)], of_x).view(*grad.shape[:-1], weight.size(1)) if ctx.needs_input_grad[0] else None
-        dweight = summed([(g.t(), x.reshape(-1, x.size(-1)))], of_weight) if ctx.needs_input_grad[2] else None
-        return dx, None, dweight
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = summed([(g, weight)], of_x, ctx.factor).view(*grad.shape[:-1], weight.size(1))
+        if ctx.needs_input_grad[2]:
+            dweight = summed([(g.t(), x.reshape(-1, x.size(-1)))], of_weight, ctx.factor)
+        return dx, None, dweight, None, None
 
 
 def unrounded(ctx: Any, *kept: Tensor | None) -> None:
@@ -287,14 +296,14 @@ def narrowed(factors: Sequence[Tensor | None], low: torch.dtype) -> tuple[Tensor
     return tuple(None if f is None else next(found) for f in factors)
 
 
-def summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
-    """The sum of a @ b (n m) over the pairs, formed in their dtype or in fp32."""
+def summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, alpha: float = 1.0) -> Tensor:
+    """The sum of a @ b * alpha (n m) over the pairs, formed in their dtype or in fp32."""
     if torch.is_grad_enabled():  # a graph of it is wanted, which a product into a given tensor does not have
-        return reduce(torch.add, ((a @ b).to(dtype) for a, b in pairs))
+        return reduce(torch.add, ((a @ b).to(dtype) for a, b in pairs)) * alpha
     (a, b), *_ = pairs
     out = a.new_empty(len(a), b.size(1), dtype=dtype if dtype == torch.float32 else a.dtype)
     for i, (a, b) in enumerate(pairs):
-        multiply(out, a, b, float(i > 0))
+        multiply(out, a, b, float(i > 0), alpha)
     return out.to(dtype)
 
 
