@@ -1,5 +1,6 @@
 // What the kernels of dropout with an optional residual are given, for the CPU and for CUDA alike: out = residual + x * mask / (1 - p).
-// The mask is counter-based (philox.h) and never stored; the gradient of x is the same kernel on the gradient, without a residual.
+// The mask is counter-based (philox.h) and never stored; the gradient of x is the same kernel on the gradient, without a residual, in
+// the dtype of x.
 #pragma once
 #include "kernel.h"
 #include "philox.h"
@@ -15,7 +16,7 @@ struct Dropout {
         residual = call.maybe("residual", mc::FLOATS, x.shape);
         seed = call.in("seed", mc::I64, mc::Shape{1});
         rate = Rate(call.real("p"));
-        y = call.out("y", residual ? residual.dtype : x.dtype, x.shape);
+        y = residual ? call.out("y", residual.dtype, x.shape) : call.out("y", mc::FLOATS, x.shape);
         call.ready();
     }
 };

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from contract import Calls
 from torch import Tensor
 
 from modelcenter.ops import OPS, _kernels
@@ -90,3 +91,20 @@ def test_attention_adds_up_sums_of_few() -> None:
     found = errors("attention", (q, k, v, None, None, None, 0.125, False, None, 0.0))
     most = 4.5e-7 if _kernels._C.cpu_level == "base" else 3.2e-7  # where a product is rounded before it is added
     assert max(found) < most, found
+
+
+@each_device
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_a_gradient_around_a_residual_in_fp32_is_dropped_and_rounded_by_one_kernel(low: torch.dtype, device: str) -> None:
+    (x,), (residual, grad) = normal(device, (33, 257), dtype=low), normal(device, (33, 257), (33, 257))
+    seed, found = torch.tensor([5], device=device), []
+    leaves = [t.requires_grad_() for t in (x, residual)]
+    for function in (OPS["dropout"], OPS["dropout"].reference):
+        out = function(*leaves, seed, 0.3)
+        with Calls() as calls:
+            found.append(torch.autograd.grad(out, leaves, grad))
+        if function is OPS["dropout"]:
+            assert [(str(call), args[-1]) for call, args in calls.seen] == [("modelcenter.dropout_backward.default", low)]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs)

@@ -84,13 +84,21 @@ def dropout_forward(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) 
     return out
 
 
+@raw("(Tensor grad, Tensor seed, float p, ScalarType dtype) -> Tensor")
+def dropout_backward(grad: Tensor, seed: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+    """The gradient of x, in its dtype."""
+    out = torch.empty_like(grad, dtype=dtype, memory_format=torch.contiguous_format)
+    call("dropout", grad.contiguous(), None, seed, p, out)
+    return out
+
+
 def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
     x, residual, seed, p = args
     return seed, p, x.dtype, residual is not None
 
 
 def backward(grad: Tensor, seed: Tensor, p: float, dtype: torch.dtype, residual: bool) -> Sequence[Tensor | None]:
-    return dropout_forward(grad, None, seed, p).to(dtype), grad if residual else None, None, None
+    return dropout_backward(grad, seed, p, dtype), grad if residual else None, None, None
 
 
 def takes(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) -> bool:
