@@ -402,6 +402,33 @@ def test_torchs_state_goes_on() -> None:
                 assert (p - q).norm() <= off * (q - start).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{"moments": "bf16"}, {"moments": "int8"}, {"master": True}], ids=str)
+def test_a_state_of_half_precision_goes_on_in_more(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Moments of a parameter in fp64 are in fp64, whatever is asked for; and only what is in half precision has a copy."""
+    halves, optimizer = make(dtype=torch.bfloat16, **options)
+    wide = [nn.Parameter(p.detach().to(dtype)) for p in halves]
+    again = AdamW(wide, lr=1e-2, weight_decay=0.1, **options)
+    for step in range(4):
+        if step == 3:
+            again.load_state_dict(optimizer.state_dict())
+            before = [p.detach().clone() for p in wide]
+        gradients(halves, step)
+        for p, q in zip(halves, wide, strict=True):
+            q.grad = p.grad.to(dtype)
+        optimizer.step()
+    again.step()
+    for q, start in zip(wide, before, strict=True):
+        state = again.state[q]
+        assert "master" not in state and state["step"] == 4
+        if dtype == torch.float64:
+            assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == dtype and "exp_avg_scale" not in state
+        m, v = (adamw.widened(state, name).double() for name in ("exp_avg", "exp_avg_sq"))
+        moved = start.double() * (1 - 1e-3) - 1e-2 * (m / (1 - 0.9**4)) / ((v / (1 - 0.999**4)).sqrt() + 1e-8)
+        if q.numel():
+            assert (q - moved).norm() <= 0.05 * (q - start).norm()
+
+
 def test_a_state_of_another_time_or_place_goes_on() -> None:
     """A count of steps that is an int, as torch had it up to 1.11, or of another dtype; moments laid out as their parameter was."""
     results = []

@@ -626,6 +626,30 @@ def test_a_state_dict_of_bf16_weights_goes_on_to_the_bit(name: str) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("cast", [False, True], ids=["loaded", "cast"])
+@pytest.mark.parametrize(("before", "dtype", "off"), [(torch.float32, torch.float64, 0.02), (torch.float32, torch.bfloat16, 0.6),
+                                                      (torch.bfloat16, torch.float32, 0.6), (torch.float64, torch.float16, 0.1)])
+@pytest.mark.parametrize("name", ["adamw", *OTHERS])
+def test_a_state_goes_on_in_another_dtype(name: str, before: torch.dtype, dtype: torch.dtype, off: float, cast: bool) -> None:
+    whole, again = small(before), small(before)
+    one, two = (build_optimizer(m, OptimizerConfig(name=name, lr=0.01)) for m in (whole, again))
+    steps(whole, one, range(3))
+    if cast:
+        steps(again, two, range(3))
+        again.to(dtype)
+    else:
+        again.load_state_dict(whole.state_dict())
+        two = build_optimizer(again.to(dtype), OptimizerConfig(name=name, lr=0.01))
+        two.load_state_dict(one.state_dict())
+    start = [p.detach().clone() for p in whole.parameters()]
+    for model, optimizer in ((whole, one), (again, two)):
+        steps(model, optimizer, range(3, 6))
+    for p, q, at in zip(whole.parameters(), again.parameters(), start, strict=True):
+        assert q.dtype == dtype and (p.double() - q.double()).norm() <= off * (p - at).double().norm()
+        kinds = {x.dtype for k, x in two.state[q].items() if k not in ("step", "master")}
+        assert kinds <= {dtype, torch.promote_types(dtype, torch.float32)}
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_clipping_and_bad_gradients(name: str) -> None:
     clipped, scaled = small(torch.float32), small(torch.float32)

@@ -105,11 +105,14 @@ class Adafactor(Clipped):
             steps = steps.mul_(scale) if alone else product(grads(some), [by[0] * scale, *by[1:]])
             shifted(weights, steps.unbind(), group, decay.to(size.dtype))
 
+    def kind(self, p: Tensor) -> torch.dtype:
+        return wide(p)
+
     def stepped(self, some: list[Tensor]) -> None:
         torch._foreach_add_([self.state[p]["step"] for p in some], 1)
 
     def make(self, p: Tensor) -> None:
-        state, shape, kind = self.state[p], self.shape(p), wide(p)
+        state, shape, kind = self.state[p], self.shape(p), self.kind(p)
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # read at each step
         if p.dim() > 1:
             state["row_var"] = torch.zeros((*shape[:-1], 1), dtype=kind, device=p.device)

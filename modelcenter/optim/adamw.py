@@ -214,10 +214,11 @@ class AdamW(Plain):
                 grad = gradient(p)
                 if grad is None:
                     continue
-                state = self.state[p]
-                if (m := state.get("exp_avg")) is None or (m.dtype is not kind and p.dtype != torch.float64):
+                state, main = self.state[p], self.state[p].get("master")
+                fits = (m := state.get("exp_avg")) is not None and m.dtype is (kind if p.dtype != torch.float64 else p.dtype)
+                if not fits or (main is not None and p.dtype.itemsize > 2):
                     self.prepare(p, group)
-                main = state.get("master")
+                    main = state.get("master")
                 row: tuple[Any, ...]
                 row = (p if main is None else main, grad, state["exp_avg"], state["exp_avg_sq"], state.get("exp_avg_scale"),
                        state.get("exp_avg_sq_scale"), None if main is None else p, state["step"])
@@ -242,7 +243,9 @@ class AdamW(Plain):
         step = state.get("step", 0.0)
         kept = isinstance(step, Tensor)
         state["step"] = step.to(p.device, torch.float32) if kept else torch.full((), step, dtype=torch.float32, device=p.device)
-        if "master" not in state and (p.dtype == torch.float16 or (group["master"] and p.dtype == torch.bfloat16)):
+        if p.dtype.itemsize > 2:
+            state.pop("master", None)  # of when it was in half precision; it needs none now
+        elif "master" not in state and (p.dtype == torch.float16 or group["master"]):
             state["master"] = p.detach().float()
         kinds = (torch.float64, torch.float64) if p.dtype == torch.float64 else KINDS[group["moments"]]
         for name, kind in zip(("exp_avg", "exp_avg_sq"), kinds, strict=True):

@@ -68,9 +68,15 @@ class Clipped(Plain):
         """Parameters of one shape; for new ones there is a state then. Those without elements are none."""
         some = [p for p in params if gradient(p) is not None and p.numel()]
         for p in some:
-            if not self.state[p]:
+            if not (state := self.state[p]):
                 self.make(p)
+            kind = self.kind(p)
+            state.update({name: x.to(kind) for name, x in state.items() if name != "step" and x.dtype is not kind})
         return self.stacks(some)
+
+    def kind(self, p: Tensor) -> torch.dtype:
+        """That of a parameter's state; what was loaded, or was there before the parameter was cast, may be of another."""
+        return p.dtype
 
     def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
         """Those that are updated together."""
