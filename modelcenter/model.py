@@ -213,7 +213,7 @@ class Model(Guest):
             refuse(None, "output_hidden_states", "packed sequences behind soft prompts", "one sequence a row")
         out: Output = self.head(h if kept is None else h[:, kept], batch, num_items_in_batch)
         if output_hidden_states:
-            out["hidden_states"] = (*(t[:, -h.size(1) :] for t in trace), h)
+            out["hidden_states"] = (*(t[:, t.size(1) - h.size(1) :] for t in trace), h)
         if past_key_values is not None:
             out["past_key_values"] = past_key_values
             past_key_values.length = (batch.target or batch).keys

@@ -51,6 +51,12 @@ def test_packed_losses_are_those_of_each_sequence_alone() -> None:
     assert abs(ours(**row, labels=labels, num_items_in_batch=1).loss - apart) < 1e-9
 
 
+def test_no_tokens_have_no_scores() -> None:
+    _, ours = zoo.pair(CPM)
+    out = ours(torch.zeros(2, 0, dtype=torch.long), output_hidden_states=True)
+    assert out.logits.shape == (2, 0, zoo.TINY["vocab"]) and all(h.shape == (2, 0, zoo.TINY["dim"]) for h in out.hidden_states)
+
+
 def test_a_text_s_vector_is_the_mean_of_tokens_that_see_each_other() -> None:
     """With labels, which are of pairs and not of tokens, too; packed or not."""
     case = Case("cpmant", "default", "embed")

@@ -205,6 +205,35 @@ def test_gradients_of_each_row(kind: str, task: str) -> None:
             torch.testing.assert_close(found[name][n], p.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "task"), [("gpt2", "lm"), ("t5", "seq2seq"), ("cpmant", "lm")])
+def test_several_models_at_once_and_forward_derivatives(kind: str, task: str) -> None:
+    """Though the kernel of attention that torch takes on a CPU gives no gradient of a mask, a learned bias, and no forward
+    derivatives at all."""
+    _, model = quiet(kind, task)
+    rows = torch.randint(4, 128, (2, 9), generator=torch.Generator().manual_seed(1))
+
+    def loss(held: Any) -> Any:
+        return torch.func.functional_call(model, held, (), {"input_ids": rows, "labels": rows}).loss
+
+    several = [model.train(), copy.deepcopy(model)]
+    with torch.no_grad():
+        for p in several[1].parameters():
+            p *= 1.1
+    stacked, _ = torch.func.stack_module_state(several)
+    losses = torch.vmap(loss)(stacked)
+    losses.sum().backward()
+    for n, one in enumerate(several):
+        wanted = one(input_ids=rows, labels=rows).loss
+        torch.testing.assert_close(losses[n], wanted)
+        wanted.backward()
+        for name, p in one.named_parameters():
+            torch.testing.assert_close(stacked[name].grad[n], p.grad, rtol=1e-4, atol=1e-4)
+    held = {name: p.detach() for name, p in model.named_parameters()}
+    way = {name: p.cos() for name, p in held.items()}
+    slope = torch.func.jvp(loss, (held,), (way,))[1]
+    torch.testing.assert_close(slope, sum((p.grad * way[name]).sum() for name, p in model.named_parameters()), rtol=1e-4, atol=1e-4)
+
+
 def test_recompute_is_turned_on_and_off() -> None:
     _, model = quiet("gpt2", "lm")
     ids, found, on = torch.arange(6)[None], [], model.gradient_checkpointing_enable

@@ -387,24 +387,26 @@ class Scores(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.model(ids, mask).logits
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        return self.model(ids, mask, decoder_input_ids=target).logits
 
 
 @pytest.mark.parametrize("case", [Case("bert", "default", "mlm"), Case("gpt2", "default", "classify"),
-                                  Case("llama", "default", "lm")], ids=str)
+                                  *(Case(kind, "default", "lm") for kind in ("llama", "bloom", "cpmant")),
+                                  Case("t5", "default", "seq2seq")], ids=str)
 def test_an_exported_program_takes_batches_of_other_sizes(case: Case) -> None:
     """torch.export keeps as a number whatever is asked for as one (`len`, `Size.numel`): it is then for one shape alone; and what
     is decided by a size, such as which attention is faster, bounds it."""
     _, ours = zoo.pair(case, torch.float32)
     given = zoo.inputs(case, "left")
-    args = given["input_ids"], given["attention_mask"]
-    sizes = {0: torch.export.Dim("texts"), 1: torch.export.Dim("tokens", max=500)}
+    args = tuple(given[name] for name in ("input_ids", "attention_mask", "decoder_input_ids") if name in given)
+    texts, tokens, targets = torch.export.Dim("texts"), *(torch.export.Dim(name, max=500) for name in ("tokens", "targets"))
+    sizes = ({0: texts, 1: tokens}, {0: texts, 1: tokens}, {0: texts, 1: targets})[: len(args)]
     with torch.no_grad():
-        program = torch.export.export(Scores(ours), args, dynamic_shapes=(sizes, sizes), strict=False).module()
-        long = [torch.cat([x] * 9, 1) for x in args] if case.kind == "llama" else args  # the others have 64 positions
+        program = torch.export.export(Scores(ours), args, dynamic_shapes=sizes, strict=False).module()
+        long = [torch.cat([x] * 9, 1) for x in args] if case.kind not in ("bert", "gpt2") else args  # which have 64 positions
         for more in ([x[:, 2:] for x in args], [torch.cat((x, x[1:])) for x in args], long):
-            assert (program(*more) - ours(*more).logits).abs().max() < 1e-5
+            assert (program(*more) - Scores(ours)(*more)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)

@@ -45,7 +45,7 @@ def generate(
     transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
     `generation_config` (an object or a mapping), or else from the generation_config.json that came with the weights, or else from
     config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as
-    transformers' does.
+    transformers' does. Sampling repeats by its `seed`, not by torch.manual_seed, whose generators it leaves as they are.
 
     `streamer.put(ids)` is called with the prompt (b s), or with a target's start, then with every new column (b), and
     `streamer.end()` at the end, as in transformers. `tokenizer.decode(ids)` is needed for `stop_strings`.

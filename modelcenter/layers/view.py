@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
 from ..ops import Op
@@ -251,8 +253,13 @@ class View:
 def by_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None, grouped: bool
 ) -> Tensor:
-    """torch's attention. If it drops something, a CUDA graph that computes it again must draw the same."""
+    """torch's attention. If it drops something, a CUDA graph that computes it again must draw the same. Its fused kernels have no
+    forward derivatives, and under vmap torch takes them without asking whether the mask, a learned bias, wants a gradient."""
     make = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
+    biased = mask is not None and mask.is_floating_point()
+    if forward_ad._current_level >= 0 or (biased and torch._C._are_functorch_transforms_active()):
+        with sdpa_kernel(SDPBackend.MATH):
+            return make()
     return drawn(make) if dropout else make()
 
 

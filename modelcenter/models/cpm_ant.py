@@ -83,13 +83,13 @@ class CPMAnt(Model):
         n, packing = len(prompt), batch.packing
         bounds = (0, x.size(1)) if packing is None else packing.q.here
         if not batch.past:  # each sequence behind its own prompt
-            before = prompt.to(x.dtype).expand(len(x), -1, -1)
+            before = prompt.to(x.dtype).expand(x.size(0), -1, -1)
             x = torch.cat([part for a, b in pairwise(bounds) for part in (before, x[:, a:b])], 1)
         mask = None
         if packing is None:
             real = text if batch.mask is None else batch.mask
             if batch.past and batch.mask is None:
-                real = text.new_ones(len(text), batch.keys)
+                real = text.new_ones(text.size(0), batch.keys)
             mask = nn.functional.pad(real, (n, 0), value=True)
         else:
             ends = [end + n * i for i, end in enumerate(bounds)]
@@ -99,7 +99,7 @@ class CPMAnt(Model):
         bias = self.bias(*whole.span, prompt=n, pair=(PROMPT, TEXT))
         out: Tensor = self.decoder(x, whole.view(causal=labels is not None, bias=bias))
         if packing is None:
-            return out[:, -batch.queries :]
+            return out[:, out.size(1) - batch.queries :]
         return torch.cat([out[:, a + n * (i + 1) : b + n * (i + 1)] for i, (a, b) in enumerate(pairwise(bounds))], 1)
 
     def prompts(self) -> Tensor:

@@ -40,7 +40,10 @@ def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Ten
     """The bias of each query and key (h s t): its row of query s - 1 - i begins i further on."""
     if not s:
         return bias[:, :0, None].expand(-1, 0, t)
-    found = bias[:, longest_k - t : longest_k + s - 1].unfold(1, t, 1).flip(1)
+    if torch.compiler.is_exporting():  # `unfold` would make t a number
+        found = bias[:, torch.arange(t, device=bias.device) - torch.arange(1 - s, 1, device=bias.device)[:, None] + (longest_k - t)]
+    else:
+        found = bias[:, longest_k - t : longest_k + s - 1].unfold(1, t, 1).flip(1)
     if not prompt:
         return found
     at = torch.arange(t - s, t, device=bias.device)[:, None], torch.arange(t, device=bias.device)
