@@ -279,6 +279,19 @@ def test_stages_of_nothing_are_refused() -> None:
             mc.build("gpt2", config={"layers": 1}, machine=machine_of(replicate=2, zero=zero))
 
 
+def again(rank: int) -> None:
+    for spread in ({"fsdp": 2}, {"replicate": 2}, {"tensor_parallel": 2}):
+        model = model_of(GPT2, machine_of(**spread))
+        with pytest.raises(mc.InputError, match=r"^parallelize: model: spread over ranks already; one call; mc\.load "):
+            mc.parallelize(model, machine_of(**spread))
+        assert mc.parallelize(model, machine_of()) is model  # which spreads nothing
+
+
+def test_a_model_is_spread_once() -> None:
+    """torch would say so too, behind a page of layers, or average copies twice."""
+    spawn(2, again)
+
+
 def test_what_the_compiler_cannot_do_is_refused_and_not_planned() -> None:
     """torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors", after minutes of compiling."""
     three = {"compile": True, "tensor_parallel": 2, "recompute": "full"}

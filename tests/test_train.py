@@ -41,7 +41,7 @@ from modelcenter.optim.adafactor import Adafactor
 from modelcenter.optim.config import OptimizerConfig, ScheduleConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.watch import PARENT, beat
+from modelcenter.parallel.watch import PARENT, TORCHRUN, beat
 from modelcenter.train import loop, plot, session
 from modelcenter.train import prepare as preparing
 from modelcenter.train import state as states
@@ -577,17 +577,18 @@ def test_one_inside_another_is_asked_with_it(monkeypatch: pytest.MonkeyPatch) ->
         assert outer
 
 
-def test_a_rank_is_asked_for_its_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launcher", [PARENT, TORCHRUN])
+def test_a_rank_is_asked_for_its_end_once(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ends a job may tell each of its processes, of which one is the launcher, that tells the ranks: they save all the same."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setenv(PARENT, "1")
+    monkeypatch.setenv(launcher, "1")
     with Interrupt() as interrupt:
         interrupt.begin()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupt and not ended
-    monkeypatch.delenv(PARENT)
+    monkeypatch.delenv(launcher)
     with Interrupt() as interrupt:
         interrupt.begin()
         os.kill(os.getpid(), signal.SIGTERM)

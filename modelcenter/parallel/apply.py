@@ -19,6 +19,7 @@ from .. import ops
 from ..errors import refuse
 from ..layers import Adapted, Attention, Block, QuantizedLinear
 from .adapted import cut_adapted, cut_codes
+from .averaging import KNOWN as AVERAGED
 from .averaging import average
 from .blocks import fit_blocks, units
 from .check import check
@@ -55,10 +56,11 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     `precision`: bf16 or fp16, if forwards will run under torch.autocast with it. Ranks then send each other weights in that
     precision, which halves the bytes; they hold and update weights, and add up gradients, in the model's own dtype. `quiet`: a
     function that is called as soon as the ranks have nothing more to exchange; what is left, FSDP's hooks, each rank does by
-    itself.
+    itself. An optimizer is made afterwards: of parameters that are divided, one made before would update those that they were.
 
     Errors: `InputError` if settings of the machine do not go together, before anything is allocated; if not as many processes run
-    as the machine has ranks, or they do not meet; and if heads cannot be divided among the ranks.
+    as the machine has ranks, or they do not meet; if the model is spread over ranks already; and if heads cannot be divided among
+    the ranks.
     """
     machine = as_machine(machine)
     check(machine)
@@ -66,6 +68,9 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     if not any(p.is_meta for p in model.parameters()) and not machine.offload:  # FSDP brings one block after another back
         model.to(device_of(machine))
     mesh = mesh_of(machine)
+    if mesh is not None and (model in AVERAGED or any(hasattr(p, "placements") for p in model.parameters())):
+        wanted = "one call; mc.load and mc.build with a machine have made it already"
+        refuse("parallelize", "model", "spread over ranks already", wanted)
     if mesh is not None and machine.tensor_parallel > 1:
         tensor_parallel(model, mesh["tp"], machine.sequence_parallel)
         if machine.sequence_parallel:

@@ -24,7 +24,8 @@ from ..errors import printable, tell
 from .ranks import Ranks
 
 PARENT = "MODELCENTER_LAUNCHER"  # of the environment: the process that has started this rank, and speaks for all (train/launch.py)
-ANSWER = "MODELCENTER_ANSWER"  # likewise: the file for what this rank answers; libraries print to its standard output
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # likewise, if it is torchrun
+ANSWER = "MODELCENTER_ANSWER"  # of the environment: the file for what this rank answers; libraries print to its standard output
 STALLED = 76  # the exit status of a rank of a run that stood still
 LOST = 75  # that of a rank that has lost another
 FIRST = 3  # times as long as between any two beats it may take to the first one: data is read, kernels are compiled

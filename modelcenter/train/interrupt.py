@@ -1,7 +1,8 @@
 """Asking a command to end. The first SIGTERM, Ctrl-C, SIGUSR1 (of a queue whose time is up) or end of the terminal lets a run
 finish its step, or give its evaluation up between two batches, and save. What has nothing to save, or not yet, ends by an
 exception, on whose way all that is half done is removed. A second one ends the process at once. With several ranks, the process
-that started them says which is the second (train/launch.py). A download is not waited for: it may take an hour. Torch-free.
+that started them says which is the second (train/launch.py; torchrun passes none on). A download is not waited for: it may take an
+hour. Torch-free.
 """
 
 import os
@@ -12,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ..checkpoint import download
-from ..parallel.watch import PARENT, outwards, speaks
+from ..parallel.watch import PARENT, TORCHRUN, outwards, speaks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -70,7 +71,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         self.begun = True
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and (number == signal.SIGHUP or PARENT in os.environ):
+        if self.asked and (number == signal.SIGHUP or PARENT in os.environ or TORCHRUN in os.environ):
             return  # a terminal that ends sends several; to a rank comes what its whole job was sent, and its launcher's word too
         if self.asked:
             os._exit(128 + number)  # no clean-up: saves are atomic, and whoever asks twice does not want to wait
@@ -79,8 +80,9 @@ class Interrupt(AbstractContextManager["Interrupt"]):
         then = "the download ends, what came whole is kept" if fetches else then
         # Not print: the handler may run inside a print of the main program, whose buffer refuses to be entered twice.
         if speaks():
+            again = "" if TORCHRUN in os.environ else "; once more ends it now"  # it passes on one
             with suppress(OSError):  # a log whose reader is gone, a terminal that is closed
-                os.write(2, f"\n{signal.Signals(number).name}: {then}; once more ends it now\n".encode())
+                os.write(2, f"\n{signal.Signals(number).name}: {then}{again}\n".encode())
         if fetches or not self.begun:
             if imports(frame):
                 os._exit(128 + number)  # nothing is half done, and some modules pass over what is raised while they are read
