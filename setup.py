@@ -29,6 +29,7 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
@@ -219,6 +220,15 @@ class BuildExtension(build_ext):
         return sysconfig.get_paths()["include"]
 
 
+class BuildPython(build_py):
+    """Begins with an empty folder: what an earlier build has left of files that are gone would be installed with the others."""
+
+    def run(self) -> None:
+        if (old := Path(self.build_lib, "modelcenter").resolve()) != ROOT / "modelcenter":
+            shutil.rmtree(old, ignore_errors=True)
+        super().run()
+
+
 class Wheel(bdist_wheel):
     """With SOURCE_DATE_EPOCH the modes of its files are no more those of a checkout than their times are."""
 
@@ -266,4 +276,7 @@ def run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
 
 
-setup(ext_modules=[Extension("modelcenter._C", [], optional=True)], cmdclass={"build_ext": BuildExtension, "bdist_wheel": Wheel})
+setup(
+    ext_modules=[Extension("modelcenter._C", [], optional=True)],
+    cmdclass={"build_py": BuildPython, "build_ext": BuildExtension, "bdist_wheel": Wheel},
+)

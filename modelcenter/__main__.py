@@ -170,9 +170,14 @@ def run(args: Arguments) -> Answer:
     return VERBS[verb](Arguments(args.names[1:], args.settings, args.machine))
 
 
+def lines_of(verb: str) -> list[str]:
+    """What a verb's function says of itself: an empty line under `python -OO`."""
+    return [line.strip() for line in (VERBS[verb].__doc__ or "").strip().split("\n")]
+
+
 def usage() -> str:
     """What `modelcenter --help` prints."""
-    verbs = "\n".join(f"  {name:<10}{(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items())
+    verbs = "\n".join(f"  {name:<10}{lines_of(name)[0]}" for name in VERBS)
     return (
         "usage: modelcenter VERB [NAME ...] [--machine M] [key=value ...]\n\n"
         f"{verbs}\n\n"
@@ -185,7 +190,7 @@ def usage() -> str:
 
 def manual(verb: str) -> str:
     """What `modelcenter VERB --help` prints."""
-    lines = [line.strip() for line in (VERBS[verb].__doc__ or "").strip().splitlines()]
+    lines = lines_of(verb)
     keys = [f"  {key.name}={key.default or '...'}  {key.help} ({key.type})" for key in describe(KEYS[verb])] if verb in KEYS else []
     return "\n".join([f"modelcenter {verb}: {lines[0]}", *lines[1:], *(["", *keys] if keys else [])])
 

@@ -239,6 +239,14 @@ def test_a_command_line_that_says_nothing_asks_for_help(capsys: pytest.CaptureFi
         assert main(argv) == 0 and capsys.readouterr().out.startswith("usage: modelcenter VERB")
 
 
+def test_help_without_docstrings() -> None:
+    """As of an interpreter with PYTHONOPTIMIZE=2."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    for argv in ([], ["train", "--help"]):
+        done = subprocess.run([sys.executable, "-OO", "-m", "modelcenter", *argv], capture_output=True, text=True, env=env)
+        assert (done.returncode, done.stderr) == (0, "") and "modelcenter" in done.stdout
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0

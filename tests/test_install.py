@@ -172,6 +172,20 @@ def test_without_a_compiler(compiler: str, tmp_path: Path) -> None:
         assert len([s for s in found["said"] if "no compiled kernels" in s]) == 1  # type: ignore[attr-defined]
 
 
+def test_what_is_gone_is_not_installed(tmp_path: Path) -> None:
+    """A checkout keeps its build folder from one `pip install .` to the next, and a `git pull` between the two may delete files."""
+    folder = copy(tmp_path / "a")
+    for there in (True, False):
+        done = build(folder, "build", "--build-lib", "lib", CXX="/nonexistent/g++")
+        assert done.returncode == 0, done.stderr
+        assert (folder / "lib/modelcenter/models/gpt.py").exists()
+        for name in ("recipes/tag.yaml", "models/bloom.py"):
+            assert (folder / "lib/modelcenter" / name).exists() is there
+            (folder / "modelcenter" / name).unlink(missing_ok=True)
+    assert build(folder, "build_py", "--build-lib", ".").returncode == 0  # in place, nothing goes
+    assert (folder / "modelcenter/models/gpt.py").exists()
+
+
 @pytest.mark.slow
 def test_with_an_nvcc_that_fails(tmp_path: Path) -> None:
     """Then there are the CPU's kernels still."""

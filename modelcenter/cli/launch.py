@@ -14,6 +14,7 @@ from .arguments import Answer, Arguments, check_model
 from .recipe import run_of, take_own
 
 if TYPE_CHECKING:
+    from ..parallel.machine import Machine
     from ..train.recipe import Recipe
 
 
@@ -36,7 +37,7 @@ def launch(args: Arguments) -> Answer:
         found = f"{recipe.resume}, which is refused when the job is queued again and finds its own run in output_dir"
         refuse(None, "resume", found, "resume=auto, which also goes on with what modelcenter train has begun there")
     if job.slurm:
-        look(recipe)
+        look(recipe, machine)
     words = ["train", args.names[0], *(["--machine", args.machine] if args.machine is not None else []), *args.settings]
     if job.slurm:
         text = slurm(job, machine, [sys.executable, "-m", "modelcenter.train.cluster", *words], os.getcwd())
@@ -58,8 +59,9 @@ def launch(args: Arguments) -> Answer:
     return Answer(f"{file}: {done.stdout.strip()}", {"file": str(file), "submitted": done.stdout.strip()})
 
 
-def look(recipe: "Recipe") -> None:
-    """Refuse a model or data that are not there: a job that waits in a queue for days should not find out."""
+def look(recipe: "Recipe", machine: "Machine") -> None:
+    """Refuse a model or data that are not there, or do not fit the recipe: a job that waits in a queue for days should not find
+    out."""
     from ..data.read import find_files
 
     if recipe.init == "pretrained":
@@ -68,3 +70,7 @@ def look(recipe: "Recipe") -> None:
         for path in [said] if isinstance(said, str) else said or ():
             if not path.startswith("datasets:"):
                 find_files(path, recipe.data.format, key)
+    from ..train.resolve import check_heads, check_length, sizes_of  # torch's import is waited for by who has no simpler mistake
+
+    check_heads(recipe, machine)
+    check_length(recipe, sizes_of(recipe))
