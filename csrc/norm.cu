@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(THREADS) norm_shifted_rows(const Problem p) {
     group_barrier<true>();
     const int64_t apart = p.groups * p.dim;
     int turn = 0;
-    walk<ROWS, SHIFT, false>(
+    walk<ROWS, SHIFT, (PACKS > FEW_PACKS)>(
         p, group, slots,
         [&](int64_t at, int slot, bool exists) {
             x.copy(ring, slot, at, dim, exists);

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Pr
     const int64_t apart = p.groups * p.dim;
     float next = read_stats(group);
     if (SHIFT) group_barrier<true>();
-    walk<ROWS, SHIFT, JOINT>(
+    walk<ROWS, SHIFT, (PACKS > FEW_PACKS)>(
         p, group, slots,
         [&](int64_t at, int slot, bool exists) {
             grad.copy(ring, slot, at, dim, exists);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Pr
                 const float skewed = from(found, r), level = CENTRED ? from(found, (SUMS - 1) * ROWS + r) : 0.0f;
                 const float slope = s.rstd * s.rstd * skewed, offset = s.rstd * (s.mean * s.rstd * skewed - level);
                 const float tilt = s.rstd * skewed;
-                if ((ROWS > 1 || JOINT) && row + r * p.groups >= p.rows) continue;
+                if (!(ROWS == 1 && PACKS > FEW_PACKS) && row + r * p.groups >= p.rows) continue;
 #pragma unroll
                 for (int j = 0; j < PACKS; j++) {
                     Eight d = given(slot + r * slots, j, mine[j].valid);  // again, rather than in registers meanwhile

@@ -15,6 +15,7 @@ namespace {
 constexpr int THREADS = 640;  // of a block, at most, with 96 registers each
 constexpr int threads_of(int packs) { return packs > 2 ? 512 : THREADS; }  // with 128, for the sums of more columns
 constexpr int STAGES = 4;     // of the ring, at most
+constexpr int FEW_PACKS = 2;  // of a thread, at most, where a block has several groups
 
 // For each row to come there is a slot of 16 bytes, or two of fp32, for each pack of eight.
 
@@ -107,17 +108,18 @@ struct Source {
 };
 
 // f(row, at, slot) for the first of every ROWS rows of this group, which are p.groups apart, and the element that it begins at;
-// copy(at, slot, exists) has started what brings one. JOINT: as often as for the block's first group.
-template <int ROWS, bool SHIFT, bool JOINT, class Copy, class F>
+// copy(at, slot, exists) has started what brings one. All groups of a block go as often as its first one, so that they have met at
+// equally many barriers when they do something together: compute-sanitizer's racecheck counts them. SINGLE: it is the only one.
+template <int ROWS, bool SHIFT, bool SINGLE, class Copy, class F>
 __device__ __forceinline__ void walk(const Problem& p, int64_t group, int slots, Copy copy, F f) {
-    const int behind = JOINT ? static_cast<int>(threadIdx.y) : 0;
+    const int behind = SINGLE ? 0 : static_cast<int>(threadIdx.y);
     const int64_t step = p.groups * ROWS, apart = p.groups * p.dim;
     int64_t next = group, ahead = group * p.dim;
     const auto bring = [&](int stage) {
         if (next - behind < p.rows)
 #pragma unroll
             for (int r = 0; r < ROWS; r++)
-                copy(ahead + r * apart, (stage * ROWS + r) * slots, (ROWS == 1 && !JOINT) || next + r * p.groups < p.rows);
+                copy(ahead + r * apart, (stage * ROWS + r) * slots, (ROWS == 1 && SINGLE) || next + r * p.groups < p.rows);
         next += step, ahead += ROWS * apart;
         commit();
     };
@@ -160,7 +162,7 @@ bool launch(int packs, int rows, Problem p, bool shift, bool joint, int slots, i
         cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(KERNEL));
         return found.numRegs > 0 ? (found.numRegs + 7) / 8 * 8 : 96;
     }();
-    int groups = threads < 512 ? min(static_cast<int>(512 / threads), 15) : 1;  // each has a barrier of its own, of fifteen
+    int groups = threads < 512 && packs <= FEW_PACKS ? min(static_cast<int>(512 / threads), 15) : 1;  // each has a barrier of its own, of fifteen
     if (joint) {  // three instead of two; where there are more of whole warps, those are faster by 2 to 10 %
         threads = (columns + 7) / 8 * 8;
         if (groups != 2 || 3 * threads > THREADS) return false;
