@@ -39,7 +39,7 @@ from modelcenter.plan.chips import CHIPS, Chip, chip_named, together
 from modelcenter.plan.costs import FRAGMENTS, GRAPHED, POINT, Costs
 from modelcenter.plan.deep import Deep, rehearse_deep
 from modelcenter.plan.estimate import Job
-from modelcenter.plan.layout import best_of, layouts
+from modelcenter.plan.layout import RECOMPUTES, best_of, layouts
 from modelcenter.plan.rehearse import Conditions, rehearse, rehearse_update
 from modelcenter.plan.survey import remedies, survey
 from modelcenter.plan.tally import Tally, Work
@@ -568,6 +568,21 @@ def test_small_micro_batches_are_rehearsed_where_no_larger_one_fits(monkeypatch:
     assert tried(2 * needs[67]) == set() and tried((needs[2] + needs[67]) / 2) == {1, 2} and tried(needs[2] / 9) == {1}
 
 
+@pytest.mark.parametrize(
+    ("machine", "times"), [(Machine(), (4, 2, 1)), (Machine(cuda_graphs=False), (4,))], ids=["graphs", "calls"]
+)
+def test_the_best_is_the_fastest_of_all_that_fit(machine: Machine, times: tuple[int, ...]) -> None:
+    """Full recompute as a graph beats none by calls, which has room where its graph has none; by calls it beats selective."""
+    job = job_of(gpt(), 4 * (few := POINT // LENGTH))
+    every = [(replace(machine, recompute=how), n * few) for how in RECOMPUTES for n in times]
+    needs = sorted({costs_of(job).exact(*one).need for one in every})
+    for limit in [x * more for x in needs for more in (1.0, 1.1)]:
+        costs = costs_of(job, limit=limit)
+        fastest = min(e.seconds for e in (costs.estimate(*one) for one in every) if e.fits)
+        found = best_of(costs, machine, times[0] * few if len(times) == 1 else None)
+        assert found.seconds == pytest.approx(fastest, rel=1e-3)
+
+
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
     nothing of them is seen; on a host that computes itself they come on top."""
@@ -728,6 +743,9 @@ def test_parts_of_heads_are_refused() -> None:
 def test_nodes_share_tensors_inside_alone() -> None:
     job = job_of(gpt(heads=16), 512)
     assert {m.tensor_parallel for m in layouts(job, 64, 4, Machine())} == {1, 2, 4}
+    assert {m.tensor_parallel for m in layouts(job, 24, 6, Machine())} == {1, 2}
+    assert {m.tensor_parallel for m in layouts(job, 12, 3, Machine())} == {1}
+    assert {m.tensor_parallel for m in layouts(job, 4, 6, Machine())} == {1, 2, 4}  # in one
     assert {m.replicate for m in layouts(job, 64, 8, Machine()) if m.tensor_parallel == 1} == {1, 8, 64}
 
 

@@ -203,6 +203,10 @@ class Costs:
         taken = sum(size for kind, size in parts.items() if kind != "fragments") - lasts
         return self.records(machine, rows, forwards) and lasts + ROOM * taken <= self.limit
 
+    def settled(self, e: Estimate) -> bool:
+        """Whether nothing that takes less memory could have a CUDA graph in place of the calls of `e`."""
+        return not self.records(e.machine, e.rows, e.forwards) or self.graphed(e.machine, e.rows, e.parts, e.forwards)
+
     def sharded(self, machine: Machine, forwards: int) -> Sharded:
         """The memory of a rank that holds a part of the state."""
         job, tp, ratio = self.job, machine.tensor_parallel, (self.low or self.own).itemsize / self.own.itemsize

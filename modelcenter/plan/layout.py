@@ -15,9 +15,10 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machine]:
     """The ways to share out the job among `ranks`, `node` of which are in one node: tensor parallel inside a node, as far as it
-    divides the heads; the rest as one group of FSDP, as a copy of the model a node, or as one a rank; every stage of ZeRO."""
+    divides the heads and the node (of nodes of six, every second group of four would be in two); the rest as one group of FSDP, as
+    a copy of the model a node, or as one a rank; every stage of ZeRO."""
     heads = heads_of(job.model)
-    for tp in (n for n in (1, 2, 4, 8) if n <= min(ranks, node) and ranks % n == 0 and not any(h % n for h in heads)):
+    for tp in (n for n in (1, 2, 4, 8) if ranks % n == min(ranks, node) % n == 0 and not any(h % n for h in heads)):
         rest = ranks // tp
         for copies in sorted({1, rest, max(1, ranks // node) if rest % max(1, ranks // node) == 0 else 1}):
             fsdp = rest // copies
@@ -49,7 +50,7 @@ def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate
             last = ask(layout, least)
             found += [*(ask(layout, n) for n in others if last.fits), last]
         tried += found
-        if found[0].fits:
+        if layout.recompute == "none" and found[0].fits and costs.settled(found[0]):
             break  # to compute anything again could only be slower
     fitting = [e for e in tried if e.fits]
     return min(fitting, key=lambda e: e.seconds) if fitting else min(tried, key=lambda e: e.need)
