@@ -295,6 +295,8 @@ MUTANTS = (
            "test_norm.py::test_two_read_a_norm[both-0.0-torch.float32-cpu-LayerNorm]"),
     Mutant("alone-the-second-gradient-is-no-first", "ops/_norm.py", "grad, also = also, None", "pass",
            "test_norm.py::test_two_read_a_norm[second-0.4-torch.float32-cpu-RMSNorm]"),
+    Mutant("a-divided-model-by-torch's-name", "train/prepare.py", '.removeprefix("FSDP")', "",
+           "test_loss_scale.py::test_t5_is_refused"),
     Mutant("one-product's-gradient-for-all", "ops/linear.py", "multiply(out, a, b, float(i > 0), alpha)", "multiply(out, a, b, 0.0, alpha)",
            "test_linear.py::test_whatever_is_used_frozen_or_left_out[111]"),
     Mutant("an-unused-product-shifts-weights", "ops/linear.py", "[(g, weights[i]) for i, g in gs.items()]",

@@ -222,6 +222,13 @@ def test_override_refuses(given: list[str], found: str) -> None:
     assert str(refused.value).startswith(found)
 
 
+def test_text_in_a_locale_that_cannot_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may well be UTF-8: Python was told to read something else."""
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(InputError, match="note: more than ascii can hold, as which Python has read it; PYTHONUTF8=1"):
+        assignments(["note=\udcc3\udca4"])
+
+
 def test_assignments_leave_the_callers_sections_as_they_are() -> None:
     given: dict[str, Any] = {"inner": {"lr": 1, "deep": {"a": 1}}, "inner.betas": 2, "inner.deep.b": 3}
     assert assignments(given) == {"inner": {"lr": 1, "betas": 2, "deep": {"a": 1, "b": 3}}}

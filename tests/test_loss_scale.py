@@ -22,7 +22,7 @@ from modelcenter.train import loop, paper
 from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets
 from modelcenter.train.loop import train
-from modelcenter.train.prepare import prepare
+from modelcenter.train.prepare import prepare, restrict
 from modelcenter.train.read import load_recipe
 from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import automatic_precision, resolve
@@ -154,6 +154,10 @@ def test_t5_is_refused(tmp_path: Path) -> None:
                "data.path": str(tmp_path / "pairs.jsonl")}
     with pytest.raises(InputError, match="precision: fp16 with T5, whose feed-forward layers overflow it; bf16, or fp32"):
         train(recipe_of(tmp_path, **changes), MACHINE)
+    model = mc.build("t5-small", config=config, device="meta")
+    model.__class__ = type("FSDPT5", (type(model),), {})  # as it is called where FSDP has divided it
+    with pytest.raises(InputError, match="precision: fp16 with T5, whose"):
+        restrict(model, recipe_of(tmp_path, **changes))
 
 
 def test_the_precision_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ a number.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,5 +97,8 @@ def _split(assignment: str, where: str) -> tuple[str, Text]:
     if not equals:
         refuse(where, assignment, "no value", "write key=value")
     if "\0" in value or not encodable(value):
+        spoken = sys.getfilesystemencoding()  # in which Python has read the command line
+        if spoken != "utf-8":
+            refuse(where, key, f"more than {spoken} can hold, as which Python has read it", "PYTHONUTF8=1, or a locale of UTF-8")
         refuse(where, key, "not UTF-8", "text that UTF-8 can hold")
     return key, Text(value)

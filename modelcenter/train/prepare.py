@@ -198,7 +198,8 @@ def absent(model: str) -> bool:
 def restrict(model: Model, recipe: Recipe) -> None:
     """Freeze what the recipe says. What cannot be trained so, or in its precision, is refused."""
     if recipe.precision == "fp16" and model.wide:
-        found = f"fp16 with {type(model).__name__}, whose feed-forward layers overflow it"
+        family = type(model).__name__.removeprefix("FSDP")  # which torch puts before a class that it has divided
+        found = f"fp16 with {family}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
     model.freeze(*recipe.freeze)
     if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
