@@ -327,6 +327,8 @@ MUTANTS = (
            "        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, out)\n        return out",
            "        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, formed(x, weight, None, True))\n        return out",
            "test_linear.py::test_relu_of_a_product_with_dropout[0.3]"),
+    Mutant("a-gated-operator's-gradient-that-is-not-dropped", "ops/activation.py", "grad, gate, up, kind, *drop)", "grad, gate, up, kind)",
+           "test_linear.py::test_the_operator_of_a_gated_activation_drops_in_both_directions"),
     Mutant("a-gated-gradient-that-is-not-dropped", "ops/gated_linear.py", "None, None, None, kind, seed, p)", "None, None, None, kind, None, 0.0)",
            "test_linear.py::test_a_product_of_a_gated_activation_with_dropout[dtype0-swiglu]"),
     Mutant("relu's-slope-lost", "ops/linear.py", "torch.ops.aten.threshold_backward(grad, out, 0).reshape", "grad.reshape",
