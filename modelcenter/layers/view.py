@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
 from ..ops import Op
 from ..ops._graph import drawn
-from ..ops._mode import on_gpu
+from ..ops._mode import forwards, functional, on_gpu
 from ..ops.relative_attention import covers, packed_by, sooner
 from .cache import Cache, Fixed
 from .onto import onto
@@ -257,7 +256,7 @@ def by_torch(
     forward derivatives, and under vmap torch takes them without asking whether the mask, a learned bias, wants a gradient."""
     make = partial(F.scaled_dot_product_attention, q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     biased = mask is not None and mask.is_floating_point()
-    if forward_ad._current_level >= 0 or (biased and torch._C._are_functorch_transforms_active()):
+    if forwards() or (biased and functional()):
         with sdpa_kernel(SDPBackend.MATH):
             return make()
     return drawn(make) if dropout else make()

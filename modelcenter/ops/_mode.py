@@ -82,11 +82,21 @@ def kept_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def functional() -> bool:
+    """Whether a transform of torch.func is at work: vmap, grad, jvp and those made of them."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def forwards() -> bool:
+    """Whether derivatives are formed beside values, in forward mode."""
+    return forward_ad._current_level >= 0
+
+
 def transformed() -> bool:
     """Whether a call must be made of torch's own functions: under vmap, forward-mode differentiation, torch.jit's tracer."""
     return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        functional()
+        or forwards()
         or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
     )
 
