@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from mesh import spawn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,7 +213,69 @@ def test_products_into_another_dtype_need_none_of_torchs_shapes(monkeypatch: pyt
         torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, beta=1.0, out=out)
         assert torch.ops.aten.mm.dtype(a, b, torch.float32).dtype == torch.float32
     assert sum(w.flops * n for w, n in tally.work.items()) == 3 * 2 * 3 * 4 * 5
-    assert {w.dtype for w in tally.work} == {"fp16"}
+    assert {w.dtype for w in tally.work if w.flops} == {"fp16"}
+    assert [w.bytes * n for w, n in tally.work.items() if not w.flops] == [2 * 4 * 15]  # the sum that went on
+
+
+def test_bytes_of_a_call_are_those_that_it_reads_and_writes() -> None:
+    """Once each: not of a tensor that another is only to be like, nor of one that is only written; what goes on is both."""
+    with FakeTensorMode():
+        x, y = torch.empty(6, dtype=torch.bfloat16), torch.empty(6)
+    for call, wanted in (
+        (lambda: x.new_zeros(3), 6), (lambda: torch.ones_like(y), 24), (lambda: y.copy_(x), 36), (lambda: y.zero_(), 24),
+        (lambda: y.add_(x), 60), (lambda: torch._foreach_copy_([y], [x]), 36), (lambda: torch._foreach_mul_([x, y], 2.0), 72),
+        (lambda: x + y, 60),
+    ):  # fmt: skip
+        with (tally := Tally()):
+            call()
+        assert sum(w.bytes * n for w, n in tally.work.items()) == wanted
+
+
+@pytest.mark.parametrize("family", ["gpt", "t5"])
+def test_what_is_recomputed_moves_what_it_moved_before(family: str) -> None:
+    """Selective recompute calls our ops through torch's dispatcher, which must not make them count twice: that was 10 % of a step of
+    GPT-2 medium."""
+    preset, task, config = FAMILIES[family]
+    model, moved = mc.build(preset, task=task, config=config, device="meta"), {}
+    for how in ("none", "selective", "full"):
+        step = rehearse(model, batch(4, 32), Conditions(adamw, partial(autocast, "bf16", CPU), CPU, gpu=True), recompute=how)
+        moved[how] = sum(w.bytes * n for w, n in step.work.items() if not w.flops)
+    assert moved["none"] < moved["selective"] < 1.1 * moved["full"], moved  # the kernel that adds up residuals has to wait there
+
+
+def test_autograd_adds_up_gradients_in_place() -> None:
+    """Of what is used twice, where nothing else holds the first gradient. A rehearsal, whose tensors are of a subclass, follows: the
+    gradients of a table that is the head's weight, too, are of a third of the memory at the peak of a step that recomputes."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, keep: bool) -> torch.Tensor:
+            ctx.keep, ctx.shape = keep, x.shape
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            made = grad.new_ones(ctx.shape)
+            held.extend([made.detach()] * ctx.keep)
+            places.append(0 if isinstance(made, FakeTensor) else made.data_ptr())
+            return made, None
+
+    def summed(keep: bool) -> torch.Tensor:
+        held.clear()
+        x = torch.zeros(1000, requires_grad=True)
+        return torch.autograd.grad(Own.apply(x, keep) + Own.apply(x, keep), x)[0]  # type: ignore[no-untyped-call]
+
+    held, places = list[torch.Tensor](), list[int]()
+    for keep, tensors in ((False, 3), (True, 4)):  # x, a gradient each and, where that is, the sum
+        places.clear()
+        assert (summed(keep).data_ptr() == places[0]) != keep
+        with (tally := Tally()):
+            summed(keep)
+        assert max(sum(moment) for moments in tally.moments.values() for moment in moments) // 4000 == tensors
+    job = costs_of(job_of(mc.build("gpt2", config=GPT | {"vocab": 50000}, device="meta"), 2))
+    step, table = job.rehearsed(1, "full", 2, 1, False), 4 * 50000 * GPT["dim"]
+    most = max(sum(moment[3:]) for _, part in step.parts for moment in part.moments["backward 0 first"])
+    assert 2 * table < most < 2.3 * table
 
 
 def test_attention_with_a_bias_is_arithmetic_whichever_kernel_does_it() -> None:
@@ -406,7 +468,7 @@ def test_what_other_optimizers_do_is_foreseen(monkeypatch: pytest.MonkeyPatch, n
 
 
 def test_an_average_reads_weights_and_itself_and_is_written() -> None:
-    """16 bytes a parameter; 12 would do, but what is written counts as read, too."""
+    """12 bytes a parameter."""
     job = job_of(gpt(), 4)
     both = replace(job, how=replace(job.how, build=lambda model: (adamw(model)[0], EMA(model, 0.9))))
     count, moved = sum(p.numel() for p in gpt().parameters()), list[int]()
@@ -415,7 +477,7 @@ def test_an_average_reads_weights_and_itself_and_is_written() -> None:
         for deep in (costs.update_of(1), costs.rehearsed(1, "none", 4, 1, False)):
             moved.append(sum(w.bytes * n for w, n in deep.work(update=True).items()))
     assert moved[0] == moved[1] and moved[2] == moved[3]
-    assert moved[2] - moved[0] == pytest.approx(16 * count, rel=0.01)
+    assert moved[2] - moved[0] == pytest.approx(12 * count, rel=0.01)
 
 
 @pytest.mark.parametrize(("change", "rows"), [({}, 4), ({"layers": 2}, 1)])

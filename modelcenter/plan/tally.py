@@ -109,6 +109,8 @@ class Tally(FakeTensorMode):
         if kwargs and "out" in kwargs:  # nothing is made; torch does not know all of them
             self.did(func, args, kwargs, kwargs["out"])
             return kwargs["out"]
+        if func is torch.ops.aten.add.Tensor and goes_on(args[0]):
+            func = torch.ops.aten.add_.Tensor
         wide = kwargs.get("dtype") if kwargs and func is torch.ops.aten.sum.dim_IntList else None
         if wide is not None and wide != args[0].dtype and not on_gpu(args[0]):
             args[0].new_empty(args[0].shape, dtype=wide)  # a CPU sums a copy
@@ -171,11 +173,13 @@ class Tally(FakeTensorMode):
         """Count a call of one of torch's operators."""
         name, packet = func._schema.name, func.overloadpacket
         self.calls += 1
-        if func.is_view or "empty" in name or name in NOTHING:
-            return
+        if func.is_view or "empty" in name or name in NOTHING or func.namespace == "modelcenter":
+            return  # our own ops are kernels, which are counted below
         if packet in PRODUCTS:
             left = args[PRODUCTS[packet]]
             self.work[Work("matmul", named(left), 2 * out.numel() * left.size(-1), bytes_of((args, out)))] += 1
+            if out is args[0] and (kwargs or {}).get("beta", 1):  # a sum goes on: its tiles are read and written between products
+                self.work[Work("move", "", 0, 2 * bytes_of(out))] += 1
         elif "scaled_dot_product" in name or "_efficient_attention" in name:
             back = "backward" in name
             q, k, v = args[back : 3 + back]
@@ -185,9 +189,11 @@ class Tally(FakeTensorMode):
         elif any("embedding" in part or "index" in part or "gather" in part for part in (name,)):
             self.work[Work("move", named(out), 0, 2 * bytes_of(out))] += 1  # of a table only rows are read
         else:
-            size = bytes_of((args, kwargs, None if func._schema.is_mutable else out))
-            both = func._schema.is_mutable and name != "aten::_foreach_copy_"  # what that writes it has not read
-            self.work[Work("move", "", 0, size * (1 + both))] += 1
+            like = "new_" in name or name.endswith("_like")  # of which nothing is read
+            size = bytes_of(out) if like else bytes_of((args, kwargs, None if func._schema.is_mutable else out))
+            if name not in WRITTEN:
+                size += bytes_of([x for a, x in zip(func._schema.arguments, args, strict=False) if a.alias_info and a.alias_info.is_write])
+            self.work[Work("move", "", 0, size)] += 1
 
     def kernel(self, name: str, args: Sequence[Any]) -> None:
         """Count a call of one of our kernels."""
@@ -230,8 +236,17 @@ FULL = 1.65  # times as long as the products that are seen in fp32, whose units 
 ATTENTION = {"attention": (4, 7, 9), "relative_attention": (5, 13, 15)}  # where our kernels have lengths, `causal` and `p`
 NOTHING = {"aten::detach", "aten::_unsafe_view", "aten::alias", "aten::lift_fresh", "aten::resize_",
            "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"}  # sums are counted by themselves
+WRITTEN = {"aten::copy_", "aten::_foreach_copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_"}  # and not read before
 PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten._addmm_activation: 1, torch.ops.aten.bmm: 0,
             torch.ops.aten.baddbmm: 1}  # where a matrix is  # fmt: skip
+
+
+def goes_on(total: Tensor) -> bool:
+    """Whether autograd, which calls a mode, adds a gradient to a sum that nothing else holds: to a plain tensor it does so in place,
+    to one of a subclass never. It calls from where it was started, or from a thread of its own."""
+    caller = sys._getframe(1).f_back
+    alone = torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # the tensor's, and of what asks
+    return alone and (caller is None or caller.f_code.co_name == "_engine_run_backward")
 
 
 def named(tensor: Tensor) -> str:
