@@ -17,6 +17,7 @@ from modelcenter.layers import Batch, Linear, LMHead
 from modelcenter.layers.view import View
 from modelcenter.ops import linear_cross_entropy as op
 from modelcenter.ops._kernels import available
+from modelcenter.ops._mode import rehearsal
 from modelcenter.ops.cross_entropy import IGNORE
 
 module = __import__("modelcenter.ops.linear_cross_entropy", fromlist=["op"])
@@ -321,7 +322,7 @@ READ = (("bert-base-uncased", "mlm"), ("bert-base-uncased", "classify"), ("gpt2"
 
 
 @pytest.mark.parametrize("served", [False, True])
-@pytest.mark.parametrize("how", ["dense", "padded", "packed"])
+@pytest.mark.parametrize("how", ["dense", "padded", "packed", "vectors"])
 @pytest.mark.parametrize(("preset", "task"), READ)
 def test_the_last_block_works_for_what_the_head_reads(
     preset: str, task: str, how: str, served: bool, monkeypatch: pytest.MonkeyPatch
@@ -347,6 +348,8 @@ def test_the_last_block_works_for_what_the_head_reads(
         given["labels"] = given["input_ids"].masked_fill(given["input_ids"] % 4 > 0, IGNORE)
     else:
         given["labels"] = torch.tensor([0, 1, 1, 0]) if task == "classify" else torch.tensor([0.1, 0.9])
+    if how == "vectors":
+        given["inputs_embeds"] = model.get_input_embeddings()(given.pop("input_ids")).detach()
     read = int((given["labels"] != IGNORE).sum()) if task == "mlm" else 4
     rows = list[int]()
     stack = getattr(model, "encoder", None) or model.decoder
@@ -413,6 +416,7 @@ def test_a_vocabulary_in_two_pieces(monkeypatch: pytest.MonkeyPatch, vocab: int,
     assert sorted(i for piece in pieces for i in range(vocab)[piece]) == list(range(vocab))
     assert len(pieces) == (2 if vocab % 8 else 1)
     monkeypatch.setattr(module, "BYTES", {device: 4 * vocab * 16})  # several chunks
+    monkeypatch.setattr(module, "FEWEST", 1)
     args = made(50, 24, vocab)
     args[3][1::5] = vocab - 1
     wanted, gradients = exact(args, HOW["all"])
@@ -428,6 +432,16 @@ def test_a_rehearsal_has_no_addresses() -> None:
     with FakeTensorMode():
         x = torch.empty(4, 8, device="cuda")
     assert module.aligned(x) is x
+
+
+def test_rows_of_a_chunk_on_a_gpu() -> None:
+    """256 MiB of logits in 16 bits, but no fewer than 1024 rows: of a vocabulary of 250880 there would be 512, and the sum of the
+    weight's gradient, which each chunk reads and writes, would take as long as the products."""
+    x = torch.empty(1, 8)
+    with rehearsal(gpu=True):
+        rows = {vocab: module.rows_of_a_chunk(x, vocab, torch.bfloat16)[0] for vocab in (30522, 50257, 131072, 250880, 2**21)}
+    assert rows == {30522: 4352, 50257: 2560, 131072: 1024, 250880: 1024, 2**21: 1024}
+    assert module.rows_of_a_chunk(x, 2**25, torch.float32)[0] == 1, "on a CPU nothing asks for more"
 
 
 def test_what_holds_the_gradient_of_the_weight() -> None:
@@ -450,6 +464,7 @@ def test_chunks_add_no_error_to_the_gradient_of_the_weight(monkeypatch: pytest.M
     wanted = exact([x, weight, torch.zeros(1024, device="cuda"), labels])[1][1]
     eager = torch.autograd.grad(F.cross_entropy(F.linear(x, weight), labels, reduction="sum"), weight)[0]
     monkeypatch.setitem(module.BYTES, "cuda", 1 << 20)
+    monkeypatch.setattr(module, "FEWEST", 1)
     ours = torch.autograd.grad(op(x, weight, None, labels), weight)[0]
     monkeypatch.setitem(module.BYTES, "cuda", 1 << 19)  # and no room for the sum either
     rounded = torch.autograd.grad(op(x, weight, None, labels), weight)[0]
