@@ -873,21 +873,36 @@ def test_gradients_side_by_side_are_one_matrix(bias: bool, as_on_gpu: list[int],
     real, found, factors = module.multiply, [], [p for layer in layers for p in layer.parameters()]
     monkeypatch.setattr(module, "trained_low", lambda x, weights: torch.bfloat16)
     monkeypatch.setattr(module, "multiply", lambda out, *rest: calls.append(out.numel()) or real(out, *rest))
-    for apart in (True, False):
+    for apart, most in ((True, 0), (True, 3 * 10 * 8 * 2), (False, 0)):
+        monkeypatch.setattr(module, "BESIDE", most)
         calls.clear()
-        leaf = x.clone().requires_grad_()
+        leaf, one = x.clone().requires_grad_(), most > 0 or not apart
         with torch.autocast("cpu", torch.bfloat16), module.rounded(factors, torch.bfloat16):
             out = Beside.apply(*together(leaf, *layers), apart)
         out.float().square().sum().backward()
-        assert len(calls) == (3 if apart else 1) * (3 if bias else 2)
+        assert len(calls) == (1 if one else 3) * (3 if bias else 2)
         weights = [layer.weight.grad for layer in layers]
         with torch.no_grad():
-            assert (module.joined(weights, 0) is None) is apart  # torch has taken them over, and copied nothing
+            assert (module.joined(weights, 0) is None) is not one  # torch has taken them over, and copied nothing
         found.append([leaf.grad, *(p.grad for p in factors)])
         for p in factors:
             p.grad = None
-    for one, other in zip(*found, strict=True):
-        assert (one - other).abs().max() <= 2e-2 * other.abs().max()
+    by_three, *by_one = found
+    for other in by_one:
+        for p, q in zip(by_three, other, strict=True):
+            assert (p - q).abs().max() <= 2e-2 * q.abs().max()
+    assert all(map(torch.equal, *by_one))
+
+
+def test_what_is_laid_side_by_side() -> None:
+    """Three gradients or more, together no larger than a copy pays for. What of a gate and what is gated is wider, and products with
+    it are large enough."""
+    parts = [torch.full((4, n), float(n), dtype=torch.bfloat16) for n in (3, 1, 2)]
+    assert torch.equal(module.laid(parts), torch.cat(parts, 1))
+    assert module.laid(parts[:2]) is None and module.laid([*parts, parts[0].float()]) is None
+    large = torch.empty(2**20, 32, dtype=torch.bfloat16)
+    assert module.laid([large, large[:, :16], large[:, :16]]) is not None
+    assert module.laid([large, large[:, :16], large[:, :17]]) is None
 
 
 def test_what_is_joined_lies_so_in_memory() -> None:
