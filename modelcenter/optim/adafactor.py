@@ -93,17 +93,17 @@ class Adafactor(Clipped):
         roots = [self.moved(some, grads(some), total, new)
                  for (some, _), total, (_, new, _) in zip(each, sums, mine, strict=True)]  # fmt: skip
         lengths = []
-        for (some, _), by in zip(each, roots, strict=True):
-            steps = product(grads(some), by)
-            lengths.append(norms(steps).square())
+        for (some, _), (first, *rest) in zip(each, roots, strict=True):
+            steps = grads(some) * first
+            lengths.append(squares(steps, *rest))
         lengths = self.ranks.added(lengths, ones)
-        for (some, group), total, by, length, (decay, _, rates) in zip(each, sums, roots, lengths, mine, strict=True):
+        for (some, group), total, (first, *rest), length, (decay, _, rates) in zip(each, sums, roots, lengths, mine, strict=True):
             one, weights = some[0], self.mine(some[0], some)
             many = max(1, torch.Size(self.shape(one)).numel())
-            size, long = ((squares / many).sqrt() for squares in (total[:, 0], length))
+            size, long = ((of / many).sqrt() for of in (total[:, 0], length))
             scale = upright(rates.to(size.dtype) * size.clamp(min=LEAST) / long.clamp(min=1), one)
-            steps = steps.mul_(scale) if alone else product(grads(some), [by[0] * scale, *by[1:]])
-            shifted(weights, steps.unbind(), group, decay.to(size.dtype))
+            steps = steps if alone else grads(some) * first
+            shifted(weights, steps.unbind(), group, decay.to(size.dtype), (rest[0] * scale if rest else scale).unbind())
 
     def kind(self, p: Tensor) -> torch.dtype:
         return wide(p)
@@ -168,15 +168,8 @@ def taken(kept: list[Tensor], come: Tensor, share: Tensor) -> Tensor:
     return found
 
 
-def product(grads: Tensor, by: Sequence[Tensor]) -> Tensor:
-    """Gradients (k ...) times all of `by`."""
-    out = grads * by[0]
-    for more in by[1:]:
-        out.mul_(more)
-    return out
-
-
-def norms(x: Tensor) -> Tensor:
-    """That of each of a stack (k ...)."""
-    found: Tensor = torch.linalg.vector_norm(x.reshape(len(x), x[0].numel()), dim=1)
-    return found
+def squares(steps: Tensor, columns: Tensor | None = None) -> Tensor:
+    """The sum of the squares of each of a stack (k ...), times a number for each column if there are such."""
+    if columns is None:
+        return torch.linalg.vector_norm(steps.flatten(1), dim=1).square()
+    return (torch.linalg.vector_norm(steps, dim=-2, keepdim=True) * columns).square().flatten(1).sum(1)

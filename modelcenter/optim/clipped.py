@@ -119,13 +119,16 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def shifted(weights: list[Tensor], steps: Sequence[Tensor], group: dict[str, Any], decay: Tensor) -> None:
-    """Add to weights their steps, which are of fp32 at least, after they have decayed if those of their group do; those of fewer
-    bits are rounded once."""
+def shifted(weights: list[Tensor], steps: Sequence[Tensor], group: dict[str, Any], decay: Tensor, by: Sequence[Tensor] = ()) -> None:
+    """Add to weights their steps (times `by`), which are of fp32 at least, after they have decayed if those of their group do; those
+    of fewer bits are rounded once."""
     new = [w.to(steps[0].dtype) for w in weights]
     if group["weight_decay"]:
         torch._foreach_mul_(new, decay)
-    torch._foreach_add_(new, list(steps))
+    if by:
+        torch._foreach_addcmul_(new, list(steps), list(by))
+    else:
+        torch._foreach_add_(new, list(steps))
     if new[0] is not weights[0]:
         torch._foreach_copy_(weights, new)
 
