@@ -92,6 +92,12 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("modelcenter.train.loop.plot_loss", lambda folder: "not drawn")
 
 
+@pytest.fixture
+def tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of models that are smaller than what cuBLAS takes beside them."""
+    monkeypatch.setattr("modelcenter.plan.costs.WORKSPACES", 0)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many planted bugs (mutants.py) the tests noticed."""
     ends = [r for kind in ("passed", "failed", "error") for r in terminalreporter.getreports(kind)]

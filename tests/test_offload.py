@@ -450,6 +450,7 @@ def test_a_cpu_has_no_memory_beside_its_own(job: Any) -> None:
     assert kept.aside == 0 and kept.parts["optimizer"] > 0 and not costs.apart
 
 
+@pytest.mark.usefixtures("tensors_alone")
 def test_the_host_is_asked_where_nothing_else_fits(job: Any) -> None:
     """And not before; a host that has no room either does not help."""
     count = sum(p.numel() for p in job.model.parameters())
@@ -467,6 +468,7 @@ def test_the_host_is_asked_where_nothing_else_fits(job: Any) -> None:
     assert told["machine.offload=true"].need < found.choice.need
 
 
+@pytest.mark.usefixtures("tensors_alone")
 def test_what_is_said_of_it(job: Any) -> None:
     costs = costs_of(job, limit=25 * sum(p.numel() for p in job.model.parameters()))
     now = costs.exact(Machine(), 8)

@@ -38,6 +38,8 @@ COMPILED = 0.3  # of the host's calls are left where blocks are compiled
 # Of what an accelerator's caching allocator holds: 8 % for LoRA on LLaMA on one H200; of several ranks, whose segments can grow
 # (train/launch.py), 1.0 to 1.9 % of a whole 13B on two, and plans of them were up to 2 % short.
 FRAGMENTS, GROWN = 0.1, 0.05
+# Of cuBLAS and cuBLASLt, each for the stream of calls and for that of records, 32 MiB on Hopper (torch's default; less on others).
+WORKSPACES = 4 << 25
 
 
 class Costs:
@@ -173,6 +175,7 @@ class Costs:
             step = self.rehearsed(machine.tensor_parallel, recompute, rows, forwards, shared, records)
             parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
             if self.apart:
+                parts["workspaces"] = WORKSPACES
                 parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
             return step, parts
 

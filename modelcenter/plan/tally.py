@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..ops._mode import on_gpu
 
-Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "gathered", "fragments"]
+Kind = Literal["weights", "optimizer", "gradients", "activations", "loss", "temporary", "gathered", "workspaces", "fragments"]
 KINDS: dict[Kind, str] = {
     "weights": "weights and buffers", "optimizer": "optimizer: moments, copies, averages", "gradients": "gradients",
     "activations": "activations and the batch", "loss": "logits and loss", "temporary": "temporary, in backward and update",
-    "gathered": "weights and gradients under way", "fragments": "allowance for fragments",
+    "gathered": "weights and gradients under way", "workspaces": "workspaces of cuBLAS", "fragments": "allowance for fragments",
 }  # fmt: skip
 LASTING: tuple[Kind, ...] = ("weights", "optimizer", "gradients")  # there whatever the batch
 SEEN: tuple[Kind, ...] = (*LASTING, "activations", "loss", "temporary")  # what a rehearsal sees
@@ -192,7 +192,8 @@ class Tally(FakeTensorMode):
             like = "new_" in name or name.endswith("_like")  # of which nothing is read
             size = bytes_of(out) if like else bytes_of((args, kwargs, None if func._schema.is_mutable else out))
             if name not in WRITTEN:
-                size += bytes_of([x for a, x in zip(func._schema.arguments, args, strict=False) if a.alias_info and a.alias_info.is_write])
+                pairs = zip(func._schema.arguments, args, strict=False)
+                size += bytes_of([x for a, x in pairs if a.alias_info is not None and a.alias_info.is_write])
             self.work[Work("move", "", 0, size)] += 1
 
     def kernel(self, name: str, args: Sequence[Any]) -> None:
@@ -242,8 +243,8 @@ PRODUCTS = {torch.ops.aten.mm: 0, torch.ops.aten.addmm: 1, torch.ops.aten._addmm
 
 
 def goes_on(total: Tensor) -> bool:
-    """Whether autograd, which calls a mode, adds a gradient to a sum that nothing else holds: to a plain tensor it does so in place,
-    to one of a subclass never. It calls from where it was started, or from a thread of its own."""
+    """Whether autograd, which calls a mode, adds a gradient to a sum that nothing else holds: to a plain tensor it does so in
+    place, to one of a subclass never. It calls from where it was started, or from a thread of its own."""
     caller = sys._getframe(1).f_back
     alone = torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # the tensor's, and of what asks
     return alone and (caller is None or caller.f_code.co_name == "_engine_run_backward")
