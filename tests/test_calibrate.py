@@ -188,6 +188,9 @@ def test_only_so_many_are_kept_and_a_disk_may_refuse(cache: Path, monkeypatch: p
     for n in range(calibrate.KEPT + 3):
         remember(FORESEEN | {"host": 1.0 + n / 100}, rows_at(9, 1000, 1000))
     assert len(read(cache)[X.name]) == calibrate.KEPT and read(cache)[X.name][0].host == 1.03
+    rows = read(cache)[X.name]
+    cache.write_text(json.dumps({X.name: [run(1.0, 1.0, 9.0)] * 100 + rows}))  # by hand: each would be explained at every start
+    assert read(cache)[X.name] == rows
 
     def full(*_: Any) -> None:
         raise OSError("no space")

@@ -73,7 +73,7 @@ def test_what_cannot_be_chosen_is_refused(gpus: None, tmp_path: Path, monkeypatc
     with pytest.raises(InputError, match=r"machine.fsdp: given beside devices=all, which chooses it; one of the two"):
         choose(recipe, Machine(devices="all", fsdp=2))
     monkeypatch.setattr(module, "chip_of", lambda device: replace(CHIPS["4090"], memory=4e5))
-    monkeypatch.setattr(module, "beside", lambda chip, ranks: replace(chip, host_memory=4e4))
+    monkeypatch.setattr(module, "beside", lambda chip, machine, ranks: replace(chip, host_memory=4e4))
     lacking = r"needs least, .* of 400 kB a rank, with 423 kB of 40.0 kB in the host's memory; more devices"
     with pytest.raises(InputError, match=rf"machine.devices: nothing fits 2 x NVIDIA .* {lacking}"):
         choose(recipe, AUTO)

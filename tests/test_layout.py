@@ -654,6 +654,29 @@ def test_the_best_is_the_fastest_of_all_that_fit(machine: Machine, times: tuple[
         assert found.seconds == pytest.approx(fastest, rel=1e-3)
 
 
+def test_the_last_micro_batch_is_what_is_left() -> None:
+    """Eight and four of twelve rows: two forwards by their memory and the host's calls, one and a half by their arithmetic, drawn
+    or not. Two of eight take a third longer, and a run of such steps would teach later plans that the device is quicker."""
+    few, machine = POINT // LENGTH, Machine(cuda_graphs=False)
+    costs = costs_of(job_of(gpt(), 12 * few), replace(CHIPS["h200"], bf16=1e12))
+    left, whole, fours = costs.exact(machine, 8 * few), costs.exact(machine, 8 * few, 2), costs.exact(machine, 4 * few)
+    assert left.forwards == whole.forwards == 2 and (left.parts, left.host) == (whole.parts, whole.host)
+    assert left.flops == pytest.approx(0.75 * whole.flops) and left.flops == pytest.approx(fours.flops)
+    assert left.spent["compute"] == pytest.approx(0.75 * whole.spent["compute"], rel=0.01)
+    assert left.rate > 1.3 * whole.rate and left.rate == pytest.approx(fours.rate, rel=0.05)
+    assert costs.estimate(machine, 8 * few).seconds == pytest.approx(left.seconds, rel=0.03)
+
+
+def test_a_share_that_does_not_divide_the_batch_is_one_forward_too() -> None:
+    """Three of ten sequences on each of four ranks: a micro-batch of five, of which no rank has as many, and not two forwards of
+    two."""
+    costs = costs_of(job_of(gpt(), 10))
+    found = best_of(costs, Machine(replicate=4))
+    assert (found.rows, found.forwards, found.micro_batch) == (3, 1, 5)
+    assert found.seconds < costs.exact(Machine(replicate=4), 2).seconds
+    assert best_of(costs, Machine(replicate=4), 2).forwards == 2  # which is asked for
+
+
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:
     """FSDP's hooks and DTensor's dispatch are the host's: of a small model on a fast device they are the step, of a slow device
     nothing of them is seen; on a host that computes itself they come on top."""
@@ -775,8 +798,8 @@ def test_a_remedy_needs_less() -> None:
     now = costs.exact(Machine(replicate=8), 8)
 
     class Surprised(Costs):
-        def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Any:
-            e = super().exact(machine, rows, forwards)
+        def exact(self, machine: Machine, rows: int, many: float | None = None) -> Any:
+            e = super().exact(machine, rows, many)
             return replace(e, parts={**e.parts, "gradients": 2 * now.need}, aside=1) if rows < now.rows else e
 
     surprised = Surprised(job, CHIPS["h200"])
@@ -795,9 +818,9 @@ def test_what_is_slower_than_it_seemed_is_not_the_choice() -> None:
     first = survey(costs, 2, Machine()).choice
 
     class Surprised(Costs):
-        def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Any:
-            e = super().exact(machine, rows, forwards)
-            return replace(e, seconds=100 * e.seconds) if forwards is None and machine == first.machine else e
+        def exact(self, machine: Machine, rows: int, many: float | None = None) -> Any:
+            e = super().exact(machine, rows, many)
+            return replace(e, seconds=100 * e.seconds) if many is None and machine == first.machine else e
 
     surprised = Surprised(job, CHIPS["h200"])
     surprised.known = costs.known

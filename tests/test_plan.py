@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -37,7 +38,7 @@ from modelcenter.plan.estimate import Job
 from modelcenter.plan.need import Plan
 from modelcenter.plan.rehearse import Conditions, rehearse
 from modelcenter.plan.survey import settings
-from modelcenter.train import fit, paper
+from modelcenter.train import choose, fit, paper
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare
 from modelcenter.train.read import load_recipe
@@ -479,6 +480,39 @@ def test_layouts_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     assert [costs.limit for costs in found] == [4e9, 8e9]
 
 
+@pytest.mark.parametrize(("told", "keys", "ranks", "threads"), [
+    ({}, {}, 4, 3), ({}, {}, 1, 2), ({}, {"threads": 5}, 1, 5), ({}, {"threads": 5}, 4, 5), ({"NNODES": "2"}, {}, 4, 6),
+    ({"OMP_NUM_THREADS": "7"}, {}, 4, 2), ({"RANK": "0"}, {}, 4, 2),
+])  # fmt: skip
+def test_a_host_is_timed_with_the_threads_of_one_of_its_ranks(told: dict[str, str], keys: dict[str, int], ranks: int, threads: int,
+                                                              tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twelve, or those that torch has in a process that somebody has told how many: not with all, which would make each rank as
+    fast as the whole host."""
+    for key in ("OMP_NUM_THREADS", "RANK", "NNODES", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in told.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    timed: list[int] = []
+    chip = replace(chips.CHIPS["4090"], name="CPU")
+    for module in (fit, paper, choose):
+        monkeypatch.setattr(module, "chip_here", lambda device: timed.append(torch.get_num_threads()) or chip)
+    monkeypatch.setattr(fit, "host_rate", lambda: timed.append(torch.get_num_threads()) or 1e9)
+    for module in (paper, choose):
+        monkeypatch.setattr(module, "survey", lambda *_, **__: SimpleNamespace())
+    recipe, machine = bare(model="gpt2", config={**TINY, "vocab": 99}, batch=4), replace(MACHINE, **{"threads": None, **keys})
+    now = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        asked(recipe_of(tmp_path), replace(machine, replicate=ranks))
+        paper.on_paper(recipe, machine, ranks, None, True)
+        choose.surveyed(recipe_of(tmp_path), machine, CPU, ranks, None)
+        fit.beside(chip, machine, ranks)
+        assert timed == [threads] * 4 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(now)
+
+
 # ------------------------------------------------------------------------------------------- a model without a recipe
 
 
@@ -554,7 +588,7 @@ def test_a_batch_that_ranks_cannot_halve(micro: int | None) -> None:
         assert replace(recipe, micro_batch=e.micro_batch) and e.rows == min(e.micro_batch, 5)
         assert e.data()["micro_batch"] == e.micro_batch and settings(e).endswith(f"micro_batch={e.micro_batch}")
     others = [name.partition("=")[2] for name, _ in found.remedies if name.startswith("micro_batch=")]
-    assert {e.micro_batch for e in found.estimates} == {micro or 3} and others == ["1"]
+    assert {e.micro_batch for e in found.estimates} == {9} and others == ["1"]
 
 
 def test_fewer_rows_divide_the_batch_too() -> None:

@@ -110,13 +110,14 @@ class Costs:
     def drawn(self, machine: Machine, rows: int) -> Estimate:
         """The costs on straight lines over the rows: two rehearsals give two points of each, with enough tokens that the logits are
         formed in chunks of their greatest size. With fewer tokens lines are others."""
-        few, forwards = self.few, ceil(ceil(self.job.rows / machine.shares) / rows)
+        few, many = self.few, self.shared_out(machine, rows)
+        forwards = ceil(many)
         if rows < few:
-            return self.exact(machine, rows, forwards)
-        low, high, at = self.exact(machine, few, forwards), self.exact(machine, 2 * few, forwards), (rows - few) / few
+            return self.exact(machine, rows, many)
+        low, high, at = self.exact(machine, few, many), self.exact(machine, 2 * few, many), (rows - few) / few
         graphs = [self.graphed(machine, k * few, point.parts, forwards) for k, point in ((1, low), (2, high))]
         if at < 1 and graphs == [True, False]:  # between a graph and calls is no line
-            return self.exact(machine, rows, forwards)
+            return self.exact(machine, rows, many)
 
         def along(a: Mapping[Any, float], b: Mapping[Any, float]) -> dict[Any, float]:
             keys = (*a, *(key for key in b if key not in a))
@@ -132,11 +133,15 @@ class Costs:
         device = sum(seconds for what, seconds in spent.items() if what != "host")
         return spent | {"host": together(device, busy, self.chip.apart) - device}
 
-    def exact(self, machine: Machine, rows: int, forwards: int | None = None) -> Estimate:
-        """The costs with `rows` a micro-batch, from a rehearsal of just that; with `forwards` of them a step, if that is given."""
+    def shared_out(self, machine: Machine, rows: int) -> float:
+        """How many micro-batches of `rows` a rank's share is. The last one has what is left: two and a half are three forwards."""
+        return ceil(self.job.rows / machine.shares) / rows
+
+    def exact(self, machine: Machine, rows: int, many: float | None = None) -> Estimate:
+        """The costs with `rows` a micro-batch, from a rehearsal of just that; with `many` of them a step, if that is given."""
         job, chip, tp = self.job, self.chip, machine.tensor_parallel
-        mine = ceil(job.rows / machine.shares)
-        forwards = ceil(mine / rows) if forwards is None else forwards
+        many = self.shared_out(machine, rows) if many is None else many
+        forwards = ceil(many)
         shared = machine.wrapped  # copies hold what one process would
         aside = machine.offload and self.apart
         step, parts, graphed = self.step_of(machine, rows, forwards)
@@ -150,7 +155,7 @@ class Costs:
         if aside:
             spent |= {"compute": 0.0, "memory": 0.0, "offload": self.aside(machine, one["compute"] + one["memory"], forwards)}
         for what, seconds in one.items():
-            spent[what] += forwards * seconds
+            spent[what] += (forwards if what == "host" else many) * seconds
         spent["host"] += self.called(host.updated(self.parts, machine))
         if not graphed:
             spent["host"] += self.called(host.hooked(self.parts, machine, forwards))
@@ -161,7 +166,7 @@ class Costs:
         spent = {what: seconds * (1 if what in ("host", "offload") else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
         spent = self.waited(spent, busy)
-        flops = forwards * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
+        flops = many * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
         kept = self.sharded(machine, forwards).beside if aside else 0
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision), job.rows, kept, chip.host_memory)

@@ -36,11 +36,11 @@ def check_open(machine: Machine, beside: str) -> None:
 
 
 def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate:
-    """The fastest estimate that fits, over sizes of the micro-batch, which divide the batch as those of a recipe do, and kinds of
-    recompute; if none fits, the one that needs least. The smallest, each of which is rehearsed, are tried where no larger one fits
-    and the last does. `rows`: if given, no others are tried."""
+    """The fastest estimate that fits, over sizes of the micro-batch and kinds of recompute; if none fits, the one that needs least.
+    A size is a rank's whole share, or divides the batch as a recipe's does. The smallest, each of which is rehearsed, are tried
+    where no larger one fits and the last does. `rows`: if given, no others are tried."""
     mine = ceil(costs.job.rows / machine.shares)
-    sizes = [min(rows, mine)] if rows is not None else costs.job.sizes(mine)
+    sizes = [min(rows, mine)] if rows is not None else sorted({mine, *costs.job.sizes(mine)}, reverse=True)
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):

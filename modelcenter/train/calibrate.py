@@ -77,14 +77,14 @@ def file() -> Path | None:
 
 
 def read(path: Path) -> dict[str, list[Run]]:
-    """The runs by device; none if there is no such file, or it holds something else."""
+    """The last runs by device; none if there is no such file, or it holds something else."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(found, dict):
         return {}
-    return {name: [Run(*row) for row in rows if sound(row)] for name, rows in found.items() if isinstance(rows, list)}
+    return {name: [Run(*row) for row in rows if sound(row)][-KEPT:] for name, rows in found.items() if isinstance(rows, list)}
 
 
 def sound(row: Any) -> bool:

@@ -15,7 +15,7 @@ from ..plan.costs import Costs
 from ..plan.layout import check_open
 from ..plan.survey import Survey, settings, survey
 from .calibrate import learn
-from .fit import beside, ranks_here
+from .fit import as_a_rank, beside, ranks_here
 from .folder import ran
 from .launch import nodes_told
 from .paper import job_there, runnable
@@ -64,8 +64,10 @@ def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int,
     """All layouts of a recipe on devices that are here. A GPU's step is rehearsed on the CPU, because a rehearsal there would take
     its memory."""
     gpu = device.type != "cpu"
-    job, chip = job_there(recipe, machine, torch.device("cpu"), gpu), chip_of(device)
-    chip = learn(chip, recipe.precision, ranks > 1).of(beside(chip, ranks) if gpu else chip)
+    job = job_there(recipe, machine, torch.device("cpu"), gpu)
+    with as_a_rank(machine, ranks):
+        chip = chip_of(device)
+    chip = learn(chip, recipe.precision, ranks > 1).of(beside(chip, machine, ranks) if gpu else chip)
     can = runnable(recipe, job.model)
     return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks_here(ranks)), ranks, machine, rows,
                   allowed=lambda m: can(m) and (rows is not None or recipe.batch % m.shares == 0))  # fmt: skip

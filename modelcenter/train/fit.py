@@ -1,7 +1,8 @@
 """Whether a run will fit into memory and how long a step will take, told before its first step, and what would make it fit."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
@@ -30,7 +31,7 @@ from ..registry import families
 from ..skeleton import skeleton
 from .calibrate import NOTHING, Learned, learn
 from .evaluate import count_targets
-from .launch import check_ranks
+from .launch import THREADS, check_ranks, threads_of
 from .recipe import Recipe
 from .resolve import most_of
 from .setup import Setup
@@ -113,12 +114,13 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         here = ranks_here(machine.ranks)
         free, total = free // here, total // here
         free += sum(p.nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
-    chip, learned = chip_here(device), NOTHING
+    with as_a_rank(machine, machine.ranks):
+        chip, learned = chip_here(device), NOTHING
     if chip is not None:
         learned = learn(chip, recipe.precision, machine.ranks > 1)
         chip = learned.of(chip)
     if chip is not None and machine.offload and device.type != "cpu":
-        chip = beside(chip, machine.ranks)
+        chip = beside(chip, machine, machine.ranks)
         kept = sum(local(p)[1].nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
         chip = replace(chip, host_memory=chip.host_memory + kept)
     now = recipe.micro_batch or most_of(recipe, device)
@@ -147,11 +149,29 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
     return Verdict(plan, batch, tuple(ways), found, machine.ranks, learned, chip.name, recipe.precision, copies)
 
 
-def beside(chip: Chip, ranks: int) -> Chip:
-    """The chip with the memory of this host, and how fast an update moves through it."""
+def beside(chip: Chip, machine: Machine, ranks: int) -> Chip:
+    """The chip with what one of `ranks` has of the memory of this host, and how fast its update moves through it."""
     there = memory_of(torch.device("cpu"))
     assert there is not None
-    return replace(chip, host_memory=there[0] / ranks_here(ranks), host_bandwidth=host_rate())
+    with as_a_rank(machine, ranks):
+        return replace(chip, host_memory=there[0] / ranks_here(ranks), host_bandwidth=host_rate())
+
+
+@contextmanager
+def as_a_rank(machine: Machine, ranks: int) -> Iterator[None]:
+    """While this lasts torch has the CPU threads that one of `ranks` has, or will have when it is started: by them a host is
+    timed."""
+    now = torch.get_num_threads()
+    told = ranks == 1 or "RANK" in os.environ or THREADS in os.environ
+    wanted = machine.threads or (now if told else threads_of(ranks_here(ranks)))
+    if wanted == now:  # in a run always, whose threads are left alone
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(now)
 
 
 def ranks_here(ranks: int) -> int:

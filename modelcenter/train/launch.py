@@ -38,6 +38,7 @@ from .recipe import Recipe
 
 STORE = "MODELCENTER_STORE"  # where ranks find each other
 PLACE = "modelcenter-ranks"  # what the folder for that is called, between what makes it hidden and its own
+THREADS = "OMP_NUM_THREADS"  # who sets it says how many threads a rank has
 STDERR = 2  # this process's standard error, by its number
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 BAD_INPUT = 2  # the exit status of a rank that found what a user has to mend
@@ -150,12 +151,17 @@ def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]
         return answer
 
 
+def threads_of(ranks: int) -> int:
+    """How many of this machine's CPU threads each of the ranks that are started on it has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
 def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Path, alone: bool) -> "subprocess.Popen[bytes]":
     """Start one rank of `mine`, in a session of its own, so that Ctrl-C reaches it only through `forwarding`, and once."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     known = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback} if loopback and alone else {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    usual = {**known, "OMP_NUM_THREADS": str(max(1, cores // len(mine)))}
+    usual = {**known, THREADS: str(threads_of(len(mine)))}
     if ranks > 1 and not any(name in os.environ for name in ALLOCATOR):
         usual[ALLOCATOR[0]] = GROWING  # 10 to 22 GiB less are kept for no use of 13B's on an H200
     local = rank - mine[0]

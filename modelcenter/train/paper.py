@@ -28,7 +28,7 @@ from ..plan.layout import check_open
 from ..plan.rehearse import Conditions
 from ..plan.survey import Survey, survey
 from .calibrate import NOTHING, learn
-from .fit import beside, job_of, keeper, ranks_here, share, widest
+from .fit import as_a_rank, beside, job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks
 from .prepare import prepare, restrict
 from .recipe import Recipe
@@ -48,12 +48,13 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     """The layouts of a run on `ranks` devices (those of `machine`) of the named kind (None: the one here), and lines that say what
     is planned, and then of what the prediction is made."""
     found = device_of(replace(machine, device="auto" if device is None else machine.device if torch.cuda.is_available() else "cpu"))
-    chip = chip_named(device) if device is not None else chip_here(found)
-    if chip is None:
-        refuse(None, "device", f"{found.type} is not known", "give device=NAME")
     if ranks is not None or machine.devices is not None:
         check_open(machine, f"devices={machine.devices}" if ranks is None else f"gpus={ranks}")
     ranks = ranks or (machine.ranks if machine.devices is None else count_of(machine))
+    with as_a_rank(machine, ranks):
+        chip = chip_named(device) if device is not None else chip_here(found)
+    if chip is None:
+        refuse(None, "device", f"{found.type} is not known", "give device=NAME")
     machine = replace(machine, devices=None, **{key: getattr(Machine(), key) for key in LAYOUT})
     gpu = device is not None and found.type == "cpu"
     asked = recipe.micro_batch
@@ -63,7 +64,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         here = automatic_precision(found, sizes_of(recipe).get("dim"))
         recipe = replace(recipe, precision=here if device is None else automatic(chip))
     learned = learn(chip, recipe.precision, ranks > 1) if device is None else NOTHING
-    chip = learned.of(beside(chip, ranks) if device is None and found.type != "cpu" else chip)
+    chip = learned.of(beside(chip, machine, ranks) if device is None and found.type != "cpu" else chip)
     job = job_alone(recipe, found, gpu) if bare else job_there(recipe, machine, found, gpu)
     limit = chip.memory / (ranks_here(ranks) if device is None and found.type == "cpu" else 1)
     costs = Costs(job, chip, limit)
