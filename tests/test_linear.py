@@ -895,8 +895,8 @@ def test_gradients_side_by_side_are_one_matrix(bias: bool, as_on_gpu: list[int],
 
 
 def test_what_is_laid_side_by_side() -> None:
-    """Three gradients or more, together no larger than a copy pays for. What of a gate and what is gated is wider, and products with
-    it are large enough."""
+    """Three gradients or more, together no larger than a copy pays for. Those of a gate and of what is gated are wider, and their
+    products large enough."""
     parts = [torch.full((4, n), float(n), dtype=torch.bfloat16) for n in (3, 1, 2)]
     assert torch.equal(module.laid(parts), torch.cat(parts, 1))
     assert module.laid(parts[:2]) is None and module.laid([*parts, parts[0].float()]) is None

@@ -170,6 +170,6 @@ def taken(kept: list[Tensor], come: Tensor, share: Tensor) -> Tensor:
 
 def squares(steps: Tensor, columns: Tensor | None = None) -> Tensor:
     """The sum of the squares of each of a stack (k ...), times a number for each column if there are such."""
-    if columns is None:
-        return torch.linalg.vector_norm(steps.flatten(1), dim=1).square()
-    return (torch.linalg.vector_norm(steps, dim=-2, keepdim=True) * columns).square().flatten(1).sum(1)
+    by_column = steps if columns is None else torch.linalg.vector_norm(steps, dim=-2, keepdim=True) * columns
+    found: Tensor = torch.linalg.vector_norm(by_column.flatten(1), dim=1)
+    return found.square()

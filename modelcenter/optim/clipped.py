@@ -119,9 +119,10 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def shifted(weights: list[Tensor], steps: Sequence[Tensor], group: dict[str, Any], decay: Tensor, by: Sequence[Tensor] = ()) -> None:
-    """Add to weights their steps (times `by`), which are of fp32 at least, after they have decayed if those of their group do; those
-    of fewer bits are rounded once."""
+def shifted(weights: list[Tensor], steps: Sequence[Tensor], group: dict[str, Any], decay: Tensor, by: Sequence[Tensor] = ()
+            ) -> None:
+    """Add to weights their steps (times `by`), which are of fp32 at least, after they have decayed if those of their group do;
+    weights of fewer bits are rounded once."""
     new = [w.to(steps[0].dtype) for w in weights]
     if group["weight_decay"]:
         torch._foreach_mul_(new, decay)
