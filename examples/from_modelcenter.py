@@ -24,6 +24,7 @@ from modelcenter.errors import InputError, refuse
 Weights = dict[str, Tensor]
 ACTS = {"gelu": "gelu", "gelu_new": "gelu_new", "relu": "relu"}
 GATED = {"relu": "relu", "gated_gelu_new": "gated-gelu", "gated_silu": "gated-silu", "gated_gelu": "gated-gelu"}
+SILU = {"gated_silu": "silu"}
 ATTENTION = {"project_q": "q", "project_k": "k", "project_v": "v", "attention_out": "o"}
 
 
@@ -32,15 +33,13 @@ def main(folder: str, out: str) -> None:
     file, source = Path(folder) / "config.json", Path(folder) / "pytorch_model.pt"
     c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     w: Weights = torch.load(source, map_location="cpu", weights_only=True)
-    if c.get("length_scale"):
-        refuse(file, "length_scale", "true", "a model without it: nothing here divides by the width so")
-    of_bert = "token_type_embedding.weight" in w
-    if c.get("post_layer_norm", of_bert) != of_bert:
-        refuse(file, "post_layer_norm", str(c["post_layer_norm"]), "true of Bert, false of the others")
+    family = next(f for key, f in FAMILIES.items() if not key or key in w)
+    for key, value in FIXED[family].items():
+        if c.get(key, value) != value:
+            refuse(file, key, json.dumps(c[key]), f"{json.dumps(value)}: this family computes nothing else here")
     if w.pop("cls_projection.weight", None) is not None:
         print("cls_projection is left out: name the labels and train it anew, modelcenter train classify")
         w.pop("cls_projection.bias", None)
-    family = next(f for key, f in FAMILIES.items() if not key or key in w)
     config, tensors = family(c, w)
     Path(out).mkdir(parents=True)
     half = {"torch_dtype": "float16"} if next(iter(tensors.values())).dtype == torch.float16 else {}
@@ -80,7 +79,7 @@ def gpt2(c: dict[str, Any], w: Weights) -> tuple[dict[str, Any], Weights]:
         "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": vocab, "n_embd": dim,
         "n_positions": len(found["transformer.wpe.weight"]), "n_head": c.get("num_heads", 16), "n_layer": many,
         "n_inner": len(found["transformer.h.0.mlp.c_fc.weight"]), "layer_norm_epsilon": c.get("norm_eps", 1e-5),
-        "activation_function": ACTS[c.get("ffn_activate_fn", "gelu")], "scale_attn_weights": c.get("attn_scale", True),
+        "activation_function": act(c, "gelu", ACTS), "scale_attn_weights": c.get("attn_scale", True),
         "tie_word_embeddings": "lm_head.weight" not in found,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout(c)),
     }, tensors  # fmt: skip
@@ -117,7 +116,7 @@ def bert(c: dict[str, Any], w: Weights) -> tuple[dict[str, Any], Weights]:
         "type_vocab_size": len(tensors["bert.embeddings.token_type_embeddings.weight"]),
         "intermediate_size": len(tensors["bert.encoder.layer.0.intermediate.dense.weight"]),
         "num_attention_heads": c.get("num_heads", 12), "layer_norm_eps": c.get("norm_eps", 1e-12),
-        "hidden_act": ACTS[c.get("ffn_activate_fn", "gelu")], "hidden_dropout_prob": dropout(c),
+        "hidden_act": act(c, "gelu", ACTS), "hidden_dropout_prob": dropout(c),
         "attention_probs_dropout_prob": dropout(c),
     }, tensors  # fmt: skip
 
@@ -125,8 +124,7 @@ def bert(c: dict[str, Any], w: Weights) -> tuple[dict[str, Any], Weights]:
 def t5(c: dict[str, Any], w: Weights) -> tuple[dict[str, Any], Weights]:
     """Its scores of tied words have no factor, or 100 / sqrt(width) with `scale`; here they have 1 / sqrt(width), so the rest of it
     goes into the last norm. Words and what is added to them stay a hundredth of the published sizes: norms take no notice."""
-    act = c.get("ffn_activate_fn", "relu")
-    if act == "gated_gelu":
+    if c.get("ffn_activate_fn") == "gated_gelu":
         print("gated_gelu: by tanh, as transformers' T5 has it; there by erf: activations differ by 5e-4 at most")
     table = {r"input_embedding\.(.*)": r"shared.\1", r"output_projection\.(.*)": r"lm_head.\1"}
     for stack, short in (("encoder", "enc"), ("decoder", "dec")):
@@ -159,7 +157,7 @@ def t5(c: dict[str, Any], w: Weights) -> tuple[dict[str, Any], Weights]:
         "d_ff": tensors["encoder.block.0.layer.1.DenseReluDense.wo.weight"].shape[1],
         "num_layers": layers(tensors, "encoder.block"), "num_decoder_layers": layers(tensors, "decoder.block"),
         "relative_attention_num_buckets": buckets, "relative_attention_max_distance": c.get("position_bias_max_distance", 128),
-        "layer_norm_epsilon": c.get("norm_eps", 1e-6), "dropout_rate": dropout(c), "feed_forward_proj": GATED[act],
+        "layer_norm_epsilon": c.get("norm_eps", 1e-6), "dropout_rate": dropout(c), "feed_forward_proj": act(c, "relu", GATED),
         "tie_word_embeddings": tied, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
     }, tensors  # fmt: skip
 
@@ -184,7 +182,8 @@ def llama(c: dict[str, Any], w: Weights) -> tuple[dict[str, Any], Weights]:
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": dim, "head_dim": head,
         "intermediate_size": len(tensors["model.layers.0.mlp.up_proj.weight"]),
         "num_hidden_layers": layers(tensors, "model.layers"),
-        "num_attention_heads": c.get("num_heads", 32), "rms_norm_eps": c.get("norm_eps", 1e-6), "hidden_act": "silu",
+        "num_attention_heads": c.get("num_heads", 32), "rms_norm_eps": c.get("norm_eps", 1e-6),
+        "hidden_act": act(c, "gated_silu", SILU),
         "num_key_value_heads": len(tensors["model.layers.0.self_attn.k_proj.weight"]) // head,
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }, tensors  # fmt: skip
@@ -195,6 +194,13 @@ def layers(w: Weights, before: str) -> int:
     return len({m[1] for name in w if (m := re.match(re.escape(before) + r"\.(\d+)\.", name))})
 
 
+def act(c: dict[str, Any], usual: str, known: dict[str, str]) -> str:
+    found = c.get("ffn_activate_fn", usual)
+    if found not in known:
+        refuse("config.json", "ffn_activate_fn", str(found), " or ".join(known))
+    return known[found]
+
+
 def dropout(c: dict[str, Any]) -> float:
     return float(c.get("dropout_p", 0.0))
 
@@ -203,6 +209,10 @@ FAMILIES: dict[str, Callable[[dict[str, Any], Weights], tuple[dict[str, Any], We
     "position_bias_enc.relative_attention_bias": t5, "token_type_embedding.weight": bert, "position_embedding.weight": gpt2,
     "": llama,
 }  # fmt: skip
+# what each computes in one way alone here, by the config there
+PRE = {"length_scale": False, "post_layer_norm": False}
+FIXED = {gpt2: PRE, bert: {"length_scale": False, "post_layer_norm": True, "attn_scale": True, "tied": True},
+         t5: {**PRE, "attn_scale": False}, llama: {**PRE, "attn_scale": True}}  # fmt: skip
 
 if __name__ == "__main__":
     if {"-h", "--help"} & {*sys.argv}:

@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
         ours = import_module(f"{__name__}.theirs").spoken_of(name)
         if ours:
             family = next((one for one in __dir__() if one.lower() == name.lower().rstrip("0123456789")), None)  # Bert, GPT2
-            ours = f"mc.{family}" if family else ours
+            ours = f"mc.{family}" if family and not ours.startswith("no such") else ours  # CPM1 is none of CPM
             raise AttributeError(f"module {__name__!r} has no {name}; {ours}", name=name, obj=sys.modules[__name__])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 

@@ -11,6 +11,7 @@ from .errors import refuse
 from .layers.adapter import current_names
 from .layers.initial import initial
 from .ops._mode import PLAIN
+from .parallel.averaging import watch
 from .skeleton import skeleton
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def resize(model: "Model", vocab: int, seed: int) -> None:
             part.num_embeddings = len(part.weight)
         elif isinstance(part, nn.Linear):
             part.out_features = len(part.weight)
+    watch(model)
 
 
 def vocabulary(model: "Model") -> list[str]:

@@ -1,6 +1,8 @@
 """Copies of a model on several ranks: what they send each other, when, and what their gradients are afterwards."""
 
+import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,6 +233,50 @@ def ones_own(rank: int) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 def test_a_loop_of_ones_own_has_means_too() -> None:
     spawn(2, ones_own)
+
+
+def copied(rank: int) -> None:
+    """Copies by deepcopy and by torch's average of weights, compiled before they have run; a pickle is for a process of its own."""
+    whole, ids = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}), torch.arange(24).view(2, 12)
+    whole(ids, labels=ids).loss.backward()
+    model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=COPIES)
+    mine = ids[rank : rank + 1].to(model.device)
+    model(mine, labels=mine).loss.backward()  # it has been trained already
+    for made in (copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model).module):
+        run = made if rank == 0 else torch.compile(made, backend="eager")
+        for _ in range(2):
+            made.zero_grad()
+            run(mine, labels=mine).loss.backward()
+        torch.testing.assert_close([full(p.grad) for p in made.parameters()], [p.grad for p in whole.parameters()])
+    assert copy.deepcopy(copy.copy(model)) not in averaging.KNOWN
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    if rank == 0:
+        torch.load(file, weights_only=False)(mine, labels=mine).loss.backward()
+
+
+def test_a_copy_that_is_made_of_a_model_has_means_too() -> None:
+    spawn(2, copied)
+
+
+def compiled(rank: int, change: Callable[[mc.Model], object]) -> None:
+    """A compiled model has parameters that came after it was loaded."""
+    ids, grads = torch.arange(24).view(2, 12), []
+    for machine in (None, COPIES):
+        model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine)
+        change(model)
+        x = (ids if machine is None else ids[rank : rank + 1]).to(model.device)
+        torch.compile(model, backend="eager")(x, labels=x).loss.backward()
+        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: mc.add_adapter(model, mc.AdapterConfig(name="lora", rank=2)), lambda model: model.resize_token_embeddings(90)
+], ids=["adapter", "words"])  # fmt: skip
+def test_parameters_that_come_before_a_model_is_compiled_have_means(change: Callable[[mc.Model], object]) -> None:
+    spawn(2, compiled, change)
 
 
 # ------------------------------------------------------------------------------------------------------------ as records

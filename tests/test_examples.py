@@ -176,9 +176,13 @@ def test_a_checkpoint_of_openbmb_answers_as_its_source(tmp_path: Path, kind: str
     torch.save({**theirs, "odd.weight": torch.zeros(1)}, source / "pytorch_model.pt")
     with pytest.raises(InputError, match=r"odd\.weight: a tensor that this family has not"):
         convert.main(str(source), str(tmp_path / "again"))
-    (source / "config.json").write_text(json.dumps({**config, "length_scale": True}))
-    with pytest.raises(InputError, match="length_scale: true"):
-        convert.main(str(source), str(tmp_path / "again"))
+    torch.save(theirs, source / "pytorch_model.pt")
+    others = [{"length_scale": True}, {"post_layer_norm": kind != "bert"}, {"ffn_activate_fn": "gated_tanh"}]
+    others += {"gpt2": [], "bert": [{"attn_scale": False}, {"tied": False}]}.get(kind, [{"attn_scale": kind == "t5"}])
+    for other in others:  # what is computed there and not here
+        (source / "config.json").write_text(json.dumps({**config, **other}))
+        with pytest.raises(InputError, match=next(iter(other))):
+            convert.main(str(source), str(tmp_path / "again"))
     assert not (tmp_path / "again").exists()
 
 

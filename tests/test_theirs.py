@@ -41,7 +41,8 @@ MODELCENTER = {  # ModelCenter's and BMTrain's, which are not among what is inst
         "lr_scheduler", "loss", "nn", "OptimManager", "FusedCrossEntropy", "Bert", "GPT2", "Roberta", "GPTj", "OPT", "GLM",
         "Longformer", "ViT", "CPM1", "CPM2", "CPM3", "BertConfig", "T5Tokenizer", "CPM1Tokenizer", "get_args", "print_inspect",
         "DATASET", "MMapIndexedDataset", "DistributedMMapIndexedDataset", "DistributedDataLoader", "dataset", "layer", "Linear",
-        "T5BeamSearch", "T5RandomSampling", "LlamaRandomSampling", "generation",
+        "T5BeamSearch", "T5RandomSampling", "LlamaRandomSampling", "generation", "grouped_parameters", "wait_loader",
+        "ParameterInitializer", "tokenizer",
     },
 }  # fmt: skip
 
@@ -125,6 +126,7 @@ def test_what_a_recipe_is_told_is_there() -> None:
             assert words[2] in VERBS
     arguments = {f.name for f in fields(transformers.TrainingArguments)}
     told = {"optim", "eval_strategy", "save_strategy", "metric_for_best_model", "torch_compile", "gradient_checkpointing"}
+    told |= {"dataloader_pin_memory", "ddp_timeout", "full_determinism", "hub_token", "lr_scheduler_kwargs"}
     assert told <= theirs.RECIPE.keys() & arguments
 
 
@@ -279,6 +281,7 @@ def test_an_encoders_output_is_where_it_is_said_to_be(tmp_path: Path) -> None:
     ("classify", 3, [True, False], r"of bool; classes, of int64 \(labels.long\(\)\), one for each sequence"),
     ("classify", 1, [0.1, 0.2, 0.3], r"numbers of shape \[3\]; \[2\]"),
     ("tag", 3, [[0] * 3] * 2, r"shape \[2, 3\]; \[2, 4\], one for each token"),
+    ("tag", 3, [[0] * 2] * 4, r"shape \[4, 2\]; \[2, 4\], one for each token"),
     ("tag", 3, [[0.5] * 4] * 2, r"of float32; classes, of int64"),
     ("embed", None, [0, 1], r"shape \[2\] of 2 texts; one for each pair"),
     ("backbone", None, [0, 1], r"with the task 'backbone', which has no loss; another task: "),
@@ -411,7 +414,8 @@ def test_attributes_say_what_does_the_same() -> None:
     said |= {(model.config, "nothing"): "'GPTConfig' object has no attribute 'nothing'",
              (model, "nothing"): "'GPT' object has no attribute 'nothing'",
              (mc, "GPT2"): "no GPT2; mc.GPT", (mc, "Bert"): "no Bert; mc.BERT",
-             (mc, "pipeline"): "no pipeline; model.generate",
+             (mc, "pipeline"): "no pipeline; model.generate", (mc, "CPM1"): "no CPM1; no such family yet",
+             (mc, "BMTrainModelWrapper"): "no BMTrainModelWrapper; mc.load(folder)",
              (mc, "AutoModelForCausalLM"): "no AutoModelForCausalLM; mc.load(name)"}  # fmt: skip
     for (what, name), line in said.items():
         assert not hasattr(what, name)

@@ -23,6 +23,7 @@ from ..layers.linear import Linear
 from ..layers.quantized import Int8Linear, NF4Linear, QuantizedLinear
 from ..names import Lazy, Shape, Split
 from ..ops._mode import PLAIN
+from ..parallel.averaging import watch
 from .config import ALL, AdapterConfig, check_config
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Mod
             parameter = model.get_parameter(name)
             parameter.copy_(source[tuple(slice(0, n) for n in parameter.shape)])
     measure(model)
+    watch(model)
     return model
 
 

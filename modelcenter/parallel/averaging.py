@@ -7,9 +7,14 @@ the backward has formed them, so that backward and sums together can be a CUDA g
 
 As with FSDP every backward does so, in a loop of one's own too, unless it is told to wait for the last of a step. What was averaged
 before and is added to is averaged again, which changes nothing: it is the same on all ranks.
+
+A copy of such a model (`copy.deepcopy`, torch's `AveragedModel`) has its own gradients averaged over the same ranks. A pickle has
+not: it may be read by a process that has no others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -41,15 +46,37 @@ class Averaging:
         self.sent: set[Tensor] = set()
         self.under_way: list[Callable[[], None]] = []  # of each bucket that is sent
 
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Before a forward: parameters may have come, or been frozen. A compiler need not know."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.watch()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """That of the copy of the model, of whose hooks this is one. The copy is there, and has nothing yet; its parameters are
+        made here, because it may never see a forward that is not compiled."""
+        model = self.model()
+        if model is None or id(model) not in memo:
+            return watch  # of a shallow copy, whose parameters are the model's
+        copy = memo[id(model)]
+        made = KNOWN[copy] = Averaging(copy, self.group)
+        made.take(deepcopy([p for p in model.parameters() if p.requires_grad], memo))
+        return made
+
+    def __reduce__(self) -> Any:
+        return partial, (watch,)  # which does not know the model that is read
+
     def watch(self) -> None:
         """Know which parameters are trained now."""
         self.forget()  # of a backward that has failed
         model = self.model()
         trained = [p for p in model.parameters() if p.requires_grad] if model is not None else []
         if len(trained) != len(self.hooks) or not all(p in self.hooks for p in trained):
-            self.idle, self.buckets = set(), buckets_of(trained)
-            self.bucket_of = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
-            self.hook(trained)
+            self.take(trained)
+
+    def take(self, trained: Sequence[Tensor]) -> None:
+        self.idle, self.buckets = set(), buckets_of(trained)
+        self.bucket_of = {p: number for number, bucket in enumerate(self.buckets) for p in bucket}
+        self.hook(trained)
 
     def hook(self, trained: Sequence[Tensor]) -> None:
         """Hear of their gradients, after whoever else does so far."""
@@ -92,19 +119,19 @@ class Averaging:
         self.forget()
 
 
-KNOWN: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()  # no copy that is made of a model is in it
+KNOWN: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
 def average(model: nn.Module, group: dist.ProcessGroup) -> None:
     """From now on average the gradients of `model` over the ranks of `group`."""
     KNOWN[model] = Averaging(model, group)
     watch(model)
-    model.register_forward_pre_hook(watch)
+    model.register_forward_pre_hook(KNOWN[model])
 
 
 def watch(model: nn.Module, args: Any = None) -> None:
-    """Before a forward: parameters may have come, or been frozen. A compiler need not know."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and model in KNOWN:
+    """Know which parameters of `model` are trained now, if its gradients are averaged."""
+    if model in KNOWN:
         KNOWN[model].watch()
 
 
