@@ -73,6 +73,17 @@ def test_windows_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path)
             assert list(zip(starts, stops, strict=True)) == places
 
 
+def test_a_table_holds_the_json_of_answers(tokenizer: Tokenizer) -> None:
+    plain = records(none=True)
+    told = [replace(record, fields={**record.fields, "answers": json.dumps(record.fields["answers"])}) for record in plain[:3]]
+    told += [replace(plain[3], fields={**plain[3].fields, "answers": ""})]
+    found, wanted = (make_examples("qa", some, tokenizer, DATA) for some in (told, plain))
+    assert isinstance(found, Questions) and isinstance(wanted, Questions) and found.questions == wanted.questions
+    pandas = "{'text': array(['Paris'], dtype=object), 'answer_start': array([27])}"  # as to_csv writes them
+    with pytest.raises(InputError, match=r"f: line 1: answers is \{'text': .*, text that is not JSON .*; a list of \{text, "):
+        make_examples("qa", [replace(plain[0], fields={**plain[0].fields, "answers": pandas})], tokenizer, DATA)
+
+
 @pytest.mark.parametrize("size", [48, 50])  # of 50 tokens a window ends within an answer
 def test_labels_are_the_answer_where_a_window_holds_it_whole(size: int, tokenizer: Tokenizer) -> None:
     examples = make_examples("qa", records(none=True), tokenizer, replace(DATA, seq_len=size))

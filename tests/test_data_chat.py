@@ -297,7 +297,7 @@ def test_alpaca_s_history_comes_before_the_question() -> None:
     {"messages": '[{"role": "user", "content": "q\\n\\nx"}, {"role": "assistant", "content": "a"}]'},
 ])  # fmt: skip
 def test_rows_of_every_kind(fields: dict[str, Any]) -> None:
-    data = DataConfig(messages_key="talk" if "talk" in fields else None)
+    data = DataConfig(messages_key="talk" if "talk" in fields else "row.talk" if "row" in fields else None)
     record = Record(fields, "f", 1)
     assert conversation(record, data) == [{"role": "user", "content": "q\n\nx"}, {"role": "assistant", "content": "a"}]
     assert list(texts_of("chat", [record], data)) == ["q\n\nx", "a"]
@@ -358,7 +358,9 @@ def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_p
     ("{% set n = namespace() %}{% set n.__call__ = 1 %}", ASKED, "a namespace holds '__call__'"),
     ("{{ 1 / 0 }}", ASKED, "refuses it .division by zero"),
     (None, ASKED, r"objective: chat with a tokenizer that has no chat template; data\.chat_template=chatml or plain"),
-    (INST, "[{", "messages is text that is no JSON"),
+    (INST, "[{", r"messages is \[{, text that is not JSON"),
+    pytest.param(INST, "[" * 100_000, r"messages is \[+, text that is not JSON", id="nested"),
+    (INST, r'[{"role": "user", "content": "\ud800"}]', "text that is not JSON .*surrogates"),
     (INST, [ASKED[0]], "no message of the assistant in any of 1 conv.*, only of user"),
 ])  # fmt: skip
 def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: str) -> None:

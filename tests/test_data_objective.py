@@ -184,6 +184,17 @@ def test_fit(prompt: int, response: int, size: int, head: int) -> None:
     assert known == max(kept, 1)
 
 
+@pytest.mark.parametrize(("template", "begins"), [("<s> $A", True), ("$A <s>", False), ("<s> $A <s>", True)])
+def test_one_token_for_the_beginning_and_the_end_stands_where_the_template_puts_it(template: str, begins: bool) -> None:
+    """Of an empty text it says only that there is one."""
+    raw = train_tokenizer(["to be or not to be"], 280).raw
+    raw.add_special_tokens(["<s>"])
+    raw.post_processor = TemplateProcessing(template, None, [("<s>", raw.token_to_id("<s>"))])
+    made = Tokenizer(raw, {"bos": "<s>", "eos": "<s>"})
+    examples = make_examples("lm", [Record({"text": "to be"}, "f", 1)], made, DataConfig(packing=True, seq_len=20))
+    assert examples.at(0, 0)[0][0].tolist() == [made.bos_id] * begins + made.encode("to be", special=False) + [made.eos_id]
+
+
 def test_a_prompt_that_is_cut_keeps_the_beginning_of_text() -> None:
     """As transformers' truncation on the left does: LLaMA has seen no text without."""
     made = train_tokenizer(["to be or not to be"], 300)

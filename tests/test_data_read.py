@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -583,3 +584,17 @@ def test_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_records(f"datasets:{tmp_path}/nowhere")
     with pytest.raises(InputError, match="NAME"):
         read_records("datasets:")
+
+
+def test_an_unreachable_hub_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before each of the times that its client tries again."""
+    datasets, client, heard = pytest.importorskip("datasets"), logging.getLogger("huggingface_hub.utils._http"), []
+
+    def load(*_: Any) -> None:
+        heard.append(client.isEnabledFor(logging.WARNING))
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(InputError, match=r"datasets:somebody/nothing cannot be loaded \(Couldn't reach it\); "):
+        read_records("datasets:somebody/nothing")
+    assert heard == [False] and client.isEnabledFor(logging.WARNING)

@@ -77,14 +77,15 @@ def test_lists_in_a_table_are_json() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [({"tokens": ["a"], "tags": ["O", "O"]}, "1 words and 2 tags"), ({"tokens": [], "tags": []}, "tokens is"),
+     ({"tokens": 3, "tags": 3}, "tokens is '3'; a list that is not empty"),
      ({"tokens": ["a", 1], "tags": ["O", "O"]}, "the word 1"), ({"tokens": ["a"]}, "no field 'tags'"),
      ({"tokens": ["a", "zb"], "tags": ["O", "O"]}, "character 0, 'z' is not in the vocabulary"),
      ({"tokens": ["a"], "tags": ["B-X"]}, "tags: 'B-X' is no label"),
      ({"tokens": ["a"], "tags": [["O"]]}, r"tags has \['O'\]; the name or"),
-     ({"tokens": "['a']", "tags": "['O']"}, r"tags is \['O'\], a list that is not JSON; its JSON, as json.dumps"),
-     ({"tokens": "['a']", "tags": ["O"]}, r"tokens is \['a'\], a list that is not JSON"),
-     ({"tokens": r'["\ud800"]', "tags": ["O"]}, "tokens is .*, a list that is not JSON")],
-    ids=["lengths", "empty", "number", "absent", "character", "unknown", "list", "Python", "words", "half a pair"],
+     ({"tokens": "['a']", "tags": "['O']"}, r"tags is \['O'\], text that is not JSON .*; its JSON, as json.dumps"),
+     ({"tokens": "['a']", "tags": ["O"]}, r"tokens is \['a'\], text that is not JSON"),
+     ({"tokens": r'["\ud800"]', "tags": ["O"]}, "tokens is .*, text that is not JSON")],
+    ids=["lengths", "empty", "no list", "number", "absent", "character", "unknown", "list", "Python", "words", "half a pair"],
 )  # fmt: skip
 def test_refusals(fields: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=f"f: line 1: {words}"):

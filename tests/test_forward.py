@@ -140,6 +140,17 @@ def test_weights_do_not_follow_a_default_device(tmp_path: Path) -> None:
     assert torch.equal(text, wanted.generate(IDS, max_new_tokens=3))
 
 
+def test_a_model_whose_blocks_were_taken_out_is_saved_under_a_config_that_says_so(tmp_path: Path) -> None:
+    model = built()
+    model.decoder.blocks = model.decoder.blocks[1:]
+    with pytest.raises(mc.InputError, match=r"^decoder\.blocks\.1: taken out of the model, and the config has it; mc\.build "):
+        model.save_pretrained(tmp_path / "out")
+    fewer = mc.build("gpt2", config={**SIZES, **FAMILIES["gpt2"], "layers": 1})
+    fewer.load_state_dict(model.state_dict())
+    fewer.save_pretrained(tmp_path / "out")
+    assert torch.equal(mc.load(tmp_path / "out").eval()(IDS).logits, model.eval()(IDS).logits)
+
+
 def test_names_of_precisions_and_labels() -> None:
     with pytest.raises(mc.InputError, match="precision: 'fp7'; known: bf16, fp16, fp32"):
         built(precision="fp7")

@@ -18,7 +18,7 @@ import torch
 
 from modelcenter.__main__ import main
 from modelcenter.config import dump_yaml, read_recipe, to_dict
-from modelcenter.errors import InputError
+from modelcenter.errors import InputError, MissingError
 from modelcenter.parallel.machine import Machine
 from modelcenter.train import environment, loop, session
 from modelcenter.train.environment import check_data, commit, describe_data, paths, read_processes, redacted, write_processes
@@ -175,6 +175,16 @@ def test_a_full_disk_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         journal.begin({"steps": 4}, 0, said.append)
         journal.end(4, "finished")
     assert said[0] == "environment.json: not written: [Errno 28] No space left on device" and "summary.md: not written" in said[-1]
+
+
+def test_a_folder_that_was_removed_beneath_its_run_is_taken_for_no_other(tmp_path: Path) -> None:
+    """A name that is typed may be meant for one that is there; a run knows its own."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "recipe.yaml").write_text("model: gpt2\n")
+    with pytest.raises(MissingError, match=r"gone: no recipe\.yaml; the output folder of a run$"):
+        summarise(tmp_path / "gone")
+    with pytest.raises(MissingError, match=r"gone: no such folder; of the runs in .*: known: first$"):
+        compare([tmp_path / "gone"])
 
 
 def test_a_silent_journal_writes_nothing(tmp_path: Path) -> None:

@@ -372,9 +372,11 @@ def test_losses(case: Case) -> None:
     trained.loss.backward()
     for name, grad in zoo.gradients_like_theirs(ours).items():
         assert (grad - reference[name]).abs().max() <= 1e-10 * largest, name
-    nothing = ours(**args, labels=torch.full_like(labels, -100))
-    nothing.loss.backward()
-    assert nothing.loss == 0
+    for none in (None, torch.tensor(0)):  # as Trainer counts them
+        ours.zero_grad()
+        nothing = ours(**args, labels=torch.full_like(labels, -100), num_items_in_batch=none)
+        nothing.loss.backward()
+        assert nothing.loss == 0 and not any(p.grad.any() for p in ours.parameters() if p.grad is not None)
     items = ours(**args, labels=labels, num_items_in_batch=7).loss
     n = (labels[:, 1:] if case.task == "lm" else labels).ne(-100).sum()
     assert abs(items - wanted * n / 7) < 1e-10

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
+from itertools import accumulate
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING
@@ -53,6 +54,10 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
     return when the folder is complete. Errors: `InputError`, on all ranks if on one."""
     parameters = dict(model.named_parameters())
     if missing := sorted(model.shapes.keys() - parameters.keys()):
+        modules, path = dict(model.named_modules()), missing[0].split(".")[:-1]
+        if gone := next((name for name in accumulate(path, "{}.{}".format) if name not in modules), None):
+            wanted = "mc.build with a config of what is left ({'layers': 6}), whose load_state_dict takes this one's state_dict()"
+            refuse(None, gone, "taken out of the model, and the config has it", wanted)
         wanted = "a model with whole weights: a quantised layer's linear(), prune.remove or remove_parametrizations gives them back"
         refuse(None, missing[0], "not a parameter", wanted)
     for name, shape in model.shapes.items():

@@ -1,12 +1,13 @@
 """The recipe and the machine that a command line names. Torch-free."""
 
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..config import COMMAND_LINE, assignments, bind, override, to_dict
+from ..config import COMMAND_LINE, assignments, bind, merge, override, to_dict
 from ..errors import refuse
+from ..theirs import RECIPE
 from .arguments import Arguments, take
 
 if TYPE_CHECKING:
@@ -28,13 +29,15 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
         refuse(COMMAND_LINE, data[0], "a file without its key", f"data.path={data[0]}")
     if args.names and Path(args.names[0]).is_file() and Path(args.names[0]).suffix not in (".yaml", ".yml"):
         refuse(COMMAND_LINE, args.names[0], "a file, and no recipe", f"a recipe first, such as finetune data.path={args.names[0]}")
-    known, places = [field.name for field in fields(Recipe)], {field.name for field in fields(Machine)}
+    known, places = ["machine", *(field.name for field in fields(Recipe))], {field.name for field in fields(Machine)}
+    sections = {"machine", *(field.name for field in fields(Recipe) if field.default_factory is not MISSING)}
     for setting in args.settings:
         section, _, rest = setting.partition("=")[0].partition(".")
         if not rest and section in places:
             refuse(COMMAND_LINE, section, "unknown key", f"did you mean 'machine.{section}'?")
-        if rest and section != "machine" and get_close_matches(section, ["machine", *known], n=1) == ["machine"]:
-            refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean 'machine.{rest}'?")
+        close = get_close_matches(section, known, n=1)
+        if rest and section not in (*known, *RECIPE) and close and close[0] in sections:
+            refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean '{close[0]}.{rest}'?")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if not setting.startswith("machine.")])
     return recipe, machine_of(args)
@@ -74,5 +77,4 @@ def machine_of(args: Arguments) -> "Machine":
     machine = to_dict(load_machine(args.machine) if args.machine is not None else Machine())
     if args.machine is not None:
         machine |= read_machine(args.machine)[1]  # as it is written there: what is auto is found when all else is known
-    over = override(machine, [setting.removeprefix("machine.") for setting in own])
-    return bind(Machine, over, COMMAND_LINE, "machine.")
+    return bind(Machine, merge(machine, assignments(own).get("machine", {})), COMMAND_LINE, "machine.")

@@ -50,8 +50,7 @@ class Template:
                 lack = ["end of text"]
             if lack:
                 refuse(tokenizer.name, "data.chat_template", f"{name} with a tokenizer that has no {lack[0]}", "another template")
-            begins = tokenizer.bos_id is not None and tokenizer.encode("")[:1] == [tokenizer.bos_id]
-            tokenizer.chat_template = "{{ bos_token }}" * begins + source
+            tokenizer.chat_template = "{{ bos_token }}" * tokenizer.puts_bos + source
         if tokenizer.chat_template is None:
             wanted = f"data.chat_template={' or '.join(NAMED)}, or a chat_template in tokenizer_config.json"
             refuse(tokenizer.name, "objective", "chat with a tokenizer that has no chat template", wanted)

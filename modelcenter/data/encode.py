@@ -25,8 +25,7 @@ class Reader:
         """`segments`: whether the model tells the second of two texts from the first by segment ids."""
         self.tokenizer, self.vocab, self.train, self.segments = tokenizer, vocab, train, segments
         self.seed, self.names = seed, names
-        template = tokenizer.encode("") if tokenizer.bos_id is not None else []
-        self.bos = template[:1] if template[:1] == [tokenizer.bos_id] else []
+        self.bos = [tokenizer.bos_id] if tokenizer.puts_bos else []
         self.eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         self.sep = [] if tokenizer.sep_id is None else [tokenizer.sep_id]
         size, top = tokenizer.vocab_size, max(self.bos + self.eos, default=-1)

@@ -90,13 +90,20 @@ class Record:
 
     def unfolded(self, key: str, value: Any) -> Any:
         """`value`, or the list whose JSON it is: a table can hold one only so. What looks like a list otherwise is refused."""
-        if not isinstance(value, str) or not LIST.fullmatch(value):
+        listed = isinstance(value, str) and LIST.fullmatch(value)
+        return self.loaded(key, value, "its JSON, as json.dumps writes it") if listed else value
+
+    def loaded(self, key: str, value: Any, wanted: str) -> Any:
+        """`value`, or what its JSON says, of a field that is never text itself; None of a cell that nobody filled in."""
+        if not isinstance(value, str):
             return value
+        if not value:
+            return None
         try:
             json.dumps(found := json.loads(value), ensure_ascii=False).encode()  # which half a surrogate pair has no bytes for
             return found
-        except (ValueError, RecursionError):
-            self.refuse(f"{key} is {value[:60]}, a list that is not JSON", "its JSON, as json.dumps writes it")
+        except (ValueError, RecursionError) as e:
+            self.refuse(f"{key} is {value[:60]}, text that is not JSON ({e})", wanted)
 
     def refuse(self, found: str, wanted: str, offset: int = 0) -> NoReturn:
         """Refuse this record by file and line; for a document by character, `offset` counted from its start."""

@@ -4,6 +4,7 @@ Both libraries are imported where they are used. A row group of parquet is in me
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,11 +128,16 @@ def read_named(path: str, key: str) -> Dataset:
     name, _, config = name.partition(",")
     if not name:
         refuse(None, key, repr(path), "datasets:NAME[,CONFIG][:SPLIT]")
+    client = logging.getLogger("huggingface_hub")
+    level = client.level
+    client.setLevel(logging.ERROR)  # it tells each time that it tries again; what comes of it is told below, in one line
     try:
         found = library.load_dataset(name, config or None)
     except Exception as e:  # the hub's errors, the library's and those of the file formats
         wanted = f"datasets:NAME[,CONFIG][:SPLIT] that the hub or its cache has, or files: {key}=FILE"
         refuse(None, key, f"{path} cannot be loaded ({first_line(e)})", wanted)
+    finally:
+        client.setLevel(level)
     if (split or "train") not in found:
         refuse(None, key, f"{path} has no split {split or 'train'!r}", nearest(split or "train", found))
     return Dataset(found[split or "train"], path)

@@ -85,6 +85,12 @@ class Tokenizer:
     mask_id = property(lambda self: self.id("mask"))
 
     @property
+    def puts_bos(self) -> bool:
+        """Whether its template puts the beginning of text before a text. Around an empty one the same token may be its end."""
+        bos = [] if self.bos_id is None else [self.bos_id]
+        return bool(bos) and self.encode("")[:1] == bos and (bos != [self.eos_id] or self.encode("a")[:1] == bos)
+
+    @property
     def special_ids(self) -> set[int]:
         """The ids of all tokens that stand for no text."""
         named = {i for i in map(self.id, ROLES) if i is not None}

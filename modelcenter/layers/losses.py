@@ -14,7 +14,8 @@ from .batch import Batch
 
 def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
     """A sum over targets divided by their number; zero if there are no targets."""
-    return total / ((labels != IGNORE).sum().clamp(min=1) if items is None else items)
+    items = (labels != IGNORE).sum() if items is None else items
+    return total / (items + (items == 0))
 
 
 def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoothing: float) -> Tensor:

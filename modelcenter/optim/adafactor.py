@@ -45,7 +45,7 @@ class Adafactor(Clipped):
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, *, shapes: Mapping[Tensor, Shape] | None = None,
                  ranks: Ranks = ALONE) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": (TINY, LEAST), "foreach": None})  # as torch's
         self.shapes, self.ranks = shapes or {}, ranks
         self.regions: dict[Tensor, Region] = {}
 

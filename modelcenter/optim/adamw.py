@@ -70,6 +70,9 @@ class Plain(Optimizer):
     zero_grad: Any = unwrap(Optimizer.zero_grad)
     state_dict: Any = unwrap(Optimizer.state_dict)
 
+    def __init__(self, params: Any, defaults: dict[str, Any]):
+        super().__init__(params, {**self.fixed, **defaults})  # torch's ask a state dict for them
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         unwrap(Optimizer.add_param_group)(self, param_group)
         group = self.param_groups.pop()

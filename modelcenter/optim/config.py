@@ -55,7 +55,7 @@ class ScheduleConfig:
     warmup_steps: int | float = field(
         default=0, metadata=says("optimizer steps from 0 to the peak; below 1: a share of the run", min=0)
     )
-    min_lr_ratio: float = field(default=0.0, metadata=says("last rate / peak rate", min=0, max=1))
+    min_lr_ratio: float = field(default=0.0, metadata=says("last rate / peak rate, but of constant", min=0, max=1))
     decay_steps: int | None = field(
         default=None, metadata=says("wsd: steps of the decay at the end; absent: a tenth of the run", min=1)
     )

@@ -213,7 +213,7 @@ def stream_bytes(texts: Iterable[str], tokenizer: Tokenizer) -> int:
     stands before it."""
     size = 0
     for text in texts:
-        if not size and text and tokenizer.encode("")[:1] != [tokenizer.bos_id]:
+        if not size and text and not tokenizer.puts_bos:
             start = text[:1000]
             many = len(tokenizer.encode(start, special=False))
             size -= len(text[: tokenizer.offset(start, 1)].encode()) if many > 1 else len(start.encode())

@@ -13,7 +13,7 @@ from ..data.config import DataConfig
 from ..data.objective import COMMON, find_objective, objectives
 from ..errors import refuse
 from ..generate.options import Options
-from ..metrics.table import check
+from ..metrics.table import check, named, of_texts
 from ..optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
 from ..theirs import RECIPE, made_by_name
 
@@ -58,7 +58,7 @@ class Recipe:
     )
     batch: int = field(default=8, metadata=says("sequences of one optimizer step, over all ranks", min=1))
     batch_tokens: int | None = field(
-        default=None, metadata=says("instead of `batch`: as many sequences as fit into so many tokens", min=1)
+        default=None, metadata=says("instead of `batch`: as many sequences as fit into so many tokens, a longer one alone", min=1)
     )
     micro_batch: int | None = field(default=None, metadata=says("sequences of one forward; absent: derived", min=1))
     precision: Literal["auto", "bf16", "fp16", "fp32"] = field(
@@ -132,6 +132,10 @@ class Recipe:
         if self.generation and "texts" not in objective.of:
             name, value = next(iter(self.generation.items()))
             refuse(None, f"generation.{name}", f"{value} with objective {self.objective}, which writes no text", "leave it out")
+        if self.generation and not of_texts((*self.metrics, *filter(None, [self.best])), objective.of):
+            name, value = next(iter(self.generation.items()))
+            found = f"{value} with no metric for which texts are written"
+            refuse(None, f"generation.{name}", found, f"one of {', '.join(named(('texts',)))}, or generation={{}}")
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")

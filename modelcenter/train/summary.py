@@ -44,7 +44,6 @@ def summarise(folder: Path) -> str:
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Row], list[dict[str, Any]]]:
     """Recipe, rows and processes. Errors: `MissingError` if the folder holds no run."""
     if not (folder / RECIPE).is_file():
-        check_there(folder)
         own = (folder / MANIFEST).is_file() and (folder.parent / RECIPE).is_file()
         wanted = f"{folder.parent}, the run of this state" if own else "the output folder of a run"
         refuse_missing(folder, None, f"no {RECIPE}", wanted)
@@ -205,6 +204,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def compare(folders: Sequence[Path]) -> tuple[str, list[dict[str, Any]]]:
     """Runs side by side: the keys of their recipes that differ, then the last value of each metric, as text and as data."""
+    for folder in folders:  # that a user has named
+        check_there(folder)
     read = [read_run(folder) for folder in folders]
     recipes = [flat(recipe) for recipe, _, _ in read]
     for recipe in recipes:

@@ -1,7 +1,6 @@
 """Instruction tuning on conversations: all turns are read, and those of the assistant are trained on, but for those of
 `weight` 0."""
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from ..collate import IGNORED
 from ..config import DataConfig
 from ..objective import register
 from ..ragged import Ids, Ragged
-from ..record import Record
+from ..record import Record, reached
 from ..sequence import Sequences, filler
 from .lm import Causal
 
@@ -113,8 +112,8 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
             record.refuse(f"history has {str(odd[0])[:60]!r}", "a list of [question, answer]")
         messages = [{"role": role, "content": said} for a, b in pairs for role, said in (("user", a), ("assistant", b))]
     else:
-        given = record.get(key or KEYS[0], "data.messages_key")
-        given = listed(record, key, "messages") if key is not None and isinstance(given, str) and key in record.fields else given
+        given = record.get(key := key or KEYS[0], "data.messages_key")
+        given = listed(record, key, "messages") if isinstance(given, str) else given
         if not isinstance(given, list) or not given or not all(isinstance(message, Mapping) for message in given):
             record.refuse(f"{key} is {str(given)[:60]!r}", 'a list of {"role": ..., "content": ...}')
         messages = [message_of(record, message) for message in given]
@@ -136,12 +135,7 @@ def tools_of(record: Record) -> Any:
 
 def listed(record: Record, key: str, of: str) -> list[Any] | None:
     """The list in the field `key`, which may be JSON, because a table can hold it only so; None without."""
-    found = record.fields.get(key)
-    if isinstance(found, str):
-        try:
-            found = json.loads(found or "null")
-        except ValueError as e:
-            record.refuse(f"{key} is text that is no JSON ({e})", f"a list of {of}, or its JSON")
+    found = record.loaded(key, next(reached(record.fields, key), None), f"a list of {of}, or its JSON")
     if not isinstance(found, list | None):
         record.refuse(f"{key} is {str(found)[:60]!r}", f"a list of {of}, or its JSON")
     return found

@@ -106,6 +106,7 @@ def questions(record: Record, data: DataConfig) -> Iterator[Question]:
 
 def judged(record: Record, context: str, text: str, answers: Any, key: str) -> Question:
     """A question whose answers each say whether they are right."""
+    answers = record.loaded(key, answers, "a list of {text, label}, or its JSON")
     try:
         choices, right = [a["text"] for a in answers], [{0: False, 1: True}[a["label"]] for a in answers]
     except (KeyError, TypeError):

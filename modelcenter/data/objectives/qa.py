@@ -162,9 +162,10 @@ def within(record: Record, part: Any, key: str) -> list[Any]:
 
 
 def question_of(record: Record, fields: dict[str, Any], context: str, data: DataConfig) -> Question:
-    """Its answers are a list of {text, answer_start}, or one such object of two lists."""
+    """Its answers are a list of {text, answer_start}, or one such object of two lists; or the JSON of either."""
     asked = replace(record, fields=fields)
     text, answers = asked.get(data.question_key, "data.question_key"), asked.get(data.answers_key, "data.answers_key")
+    answers = record.loaded(data.answers_key, answers, "a list of {text, answer_start}, or its JSON")
     try:
         if isinstance(answers, dict):
             answers = [{"text": t, "answer_start": s} for t, s in zip(answers["text"], answers["answer_start"], strict=True)]
