@@ -186,6 +186,18 @@ def test_the_norm_and_the_factor(device: str, dtype: torch.dtype, scale: float |
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_without_a_gradient_the_norm_is_nought(device: str) -> None:
+    """Of a group without a parameter too, whose device is then the host."""
+    params, optimizer = make(device)
+    before = [p.detach().clone() for p in params]
+    assert optimizer.squares().tolist() == [0.0] and optimizer.squares().device == params[0].device
+    assert optimizer.clip(1.0).tolist() == [0.0, 1.0]
+    optimizer.step(clip=optimizer.clip(1.0))
+    assert same(params, before) and not optimizer.state
+    assert AdamW([{"params": []}]).clip(1.0).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_square_that_overflows_leaves_no_step_out(device: str) -> None:
     params, optimizer = make(device)
     gradients(params, 0)
@@ -508,6 +520,20 @@ def test_the_same_bits_again_and_others_with_another_seed() -> None:
         optimizer.step()
         results.append(content(params, optimizer))
     assert same(results[0], results[1]) and not same(results[0], results[2])
+
+
+@pytest.mark.parametrize("way", ["kernel", "reference"])
+def test_no_two_parameters_are_rounded_alike(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are in each group, of either dtype: what is rounded at random is then right in the mean of them all."""
+    if way == "reference":
+        by_reference(monkeypatch)
+    kinds = [[torch.bfloat16], [torch.bfloat16, torch.float16], [torch.bfloat16] * 3]
+    groups = [[nn.Parameter(torch.linspace(1, 2, 64).to(kind)) for kind in some] for some in kinds]
+    for p in (p for some in groups for p in some):
+        p.grad = torch.ones_like(p)
+    AdamW([{"params": some} for some in groups], lr=1e-3, moments="bf16", weight_decay=0.0, seed=5).step()
+    found = [tuple(p.tolist()) for some in groups for p in some if p.dtype == torch.bfloat16]
+    assert len(set(found)) == len(found)
 
 
 # ------------------------------------------------------------------------------------------------------------- the mesh

@@ -60,6 +60,8 @@ def test_tensors_of_several_kinds() -> None:
         mc.clip_grad_norm_([a], 1.0, error_if_nonfinite=True)
     assert a.grad[1] == 1
     assert mc.clip_grad_norm_([a], 1.0) == math.inf and a.grad[1] == 0
+    a.grad = torch.tensor([3.0, 0, 4.0])
+    assert mc.clip_grad_norm_(a, 0.0) == 5.0 and not a.grad.any()
     with pytest.raises(mc.InputError, match=r"^clip_grad_norm_: norm_type: 1; 2: no other is offered"):
         mc.clip_grad_norm_([a], 1.0, 1)
     with pytest.raises(mc.InputError, match=r"^clip_grad_norm_: max_norm: -1; a number from 0; inf: nothing is clipped"):

@@ -13,6 +13,7 @@ from tokenizers.processors import RobertaProcessing
 
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, make_examples, texts_of
+from modelcenter.data.objectives import qa
 from modelcenter.data.objectives.qa import Questions
 from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
@@ -136,6 +137,32 @@ def test_the_best_answer_of_all_windows(tokenizer: Tokenizer) -> None:
     assert [a.strip() for a in examples.answers(scores(examples, 5.0, none=50.0))] == [a for _, a in ASKED]  # all have one
     examples = make_examples("qa", records(none=True), tokenizer, DATA)
     assert [a.strip() for a in examples.answers(scores(examples, 5.0, none=4.5))] == [*(a for _, a in ASKED), ""]
+
+
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_answer_is_that_of_all_pairs(seed: int, none: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of scores drawn at random, some of which are highest at the context's own first token."""
+    monkeypatch.setattr(qa, "BEST", 1000)
+    monkeypatch.setattr(qa, "LONGEST", 5)
+    examples, random = make_examples("qa", records(none=none), tokenizer, DATA), np.random.default_rng(seed)
+    assert isinstance(examples, Questions)
+    told = [random.normal(0, 2, (60, 2)) for _ in range(len(examples))]
+    firsts = [k for k in range(len(examples)) if 0 in examples.starts[k]]
+    for k in firsts[: len(firsts) // 2 + 1]:
+        told[k][examples.starts[k].tolist().index(0), 0] += 9
+    wanted = []
+    for number, question in enumerate(examples.questions):
+        pairs, nulls = [], []
+        for index in (k for k, of in enumerate(examples.of) if of == number):
+            starts, stops, both = examples.starts[index], examples.stops[index], told[index]
+            nulls.append(both[0].sum())
+            places = np.flatnonzero(starts >= 0)
+            pairs += [(both[a, 0] + both[b, 1], question.context[starts[a] : stops[b]])
+                      for a in places for b in places if a <= b < a + qa.LONGEST]
+        best, text = max(pairs)
+        wanted.append("" if none and min(nulls) > best else text)
+    assert examples.answers(told) == wanted and any(CONTEXT.startswith(text) for text in wanted if text)
 
 
 def test_files_of_squad(tokenizer: Tokenizer, tmp_path: Path) -> None:

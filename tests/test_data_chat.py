@@ -172,6 +172,16 @@ def test_a_template_that_writes_a_turn_otherwise_later_has_a_text_a_turn(tokeniz
         assert labels == [IGNORED] * len(asked) + ids[len(asked) :]
 
 
+def test_nothing_predicts_the_first_token(tokenizer: Tokenizer) -> None:
+    """Where the assistant begins, and the template writes nothing before it: in a packed row another conversation would."""
+    made = Tokenizer(tokenizer.raw, tokenizer.special)
+    made.chat_template = ("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+                          "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    turns = [[{"role": "assistant", "content": "to be, or not"}, *ASKED]] * 2
+    ids, labels = make_examples("chat", rows(turns), made, DataConfig()).at(0, 0)
+    assert labels[0] == IGNORED and labels[1] == ids[1]
+
+
 def test_spaces_that_end_an_answer_are_trained_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Also where the tokenizer leaves spaces out of the ranges that it tells, as LLaMA 3's does."""
     told = []
@@ -194,7 +204,7 @@ def test_tools_as_json(tokenizer: Tokenizer, tmp_path: Path) -> None:
     plain, told, none = (make_examples("chat", rows([ASKED], tools=given), ours, DataConfig()).at(0, 0)[0].tolist()
                          for given in (tools, json.dumps(tools), ""))
     assert plain == told and len(none) < len(told)
-    for odd, said in (("add", "tools is text that is no JSON"), ({"name": "add"}, "tools is "), ("3", "tools is '3'; a list")):
+    for odd, said in (("add", "tools is add, text that is no"), ({"name": "add"}, "tools is "), ("3", "tools is '3'; a list")):
         with pytest.raises(InputError, match=f"f: line 1: {said}"):
             make_examples("chat", rows([ASKED], tools=odd), ours, DataConfig())
 
@@ -295,6 +305,7 @@ def test_alpaca_s_history_comes_before_the_question() -> None:
     {"instruction": "q\n\nx", "input": "", "output": "a", "messages_": 1},
     {"messages": [{"role": "human", "content": "q\n\nx"}, {"role": "gpt", "content": "a"}]},
     {"messages": '[{"role": "user", "content": "q\\n\\nx"}, {"role": "assistant", "content": "a"}]'},
+    {"row": {"talk": '[{"role": "user", "content": "q\\n\\nx"}, {"role": "assistant", "content": "a"}]'}},
 ])  # fmt: skip
 def test_rows_of_every_kind(fields: dict[str, Any]) -> None:
     data = DataConfig(messages_key="talk" if "talk" in fields else "row.talk" if "row" in fields else None)

@@ -77,6 +77,7 @@ def test_multirc(tokenizer: Tokenizer, tmp_path: Path) -> None:
         (f"{PARTY}{called} all friends", 1), (f"{PARTY}{called} nobody", 0)]  # fmt: skip
     assert examples.names == ("wrong", "right") and examples.of == [0, 0, 0, 1, 1]
     flat = [{"context": PARTY, **question} for question in MULTIRC["passage"]["questions"]]
+    flat[1]["answers"] = json.dumps(flat[1]["answers"])  # as a table holds them
     plain = make_examples("choice", [Record(fields, "f", 1) for fields in flat], tokenizer, DATA)
     assert shown(plain, tokenizer) == shown(examples, tokenizer) and plain.questions == examples.questions
 
@@ -90,6 +91,14 @@ def test_record(tokenizer: Tokenizer, tmp_path: Path) -> None:
         for who, right in (("Puerto Rico", 0), ("Congress", 0), ("US", 1))]  # fmt: skip
     assert [label for _, label in shown(examples, tokenizer)[3:]] == [1, 0, 0]
     assert examples.references == [["US"], ["Puerto Rico", "Puerto Rico"]]
+
+
+@pytest.mark.parametrize("fields", [MULTIRC, RECORD], ids=["multirc", "record"])
+def test_a_vocabulary_is_made_of_all_that_is_read(fields: dict[str, Any]) -> None:
+    """Of each passage as of the answers: by characters nothing else could be told."""
+    records = [Record(fields, "f", 1)]
+    made = open_tokenizer("char", texts_of("choice", records, DATA))
+    assert make_examples("choice", records, made, DATA).at(0, 0)[0].tolist()
 
 
 class Told(nn.Module):
@@ -202,11 +211,12 @@ def test_wsc(tokenizer: Tokenizer) -> None:
      ({"passage": {"text": PARTY, "questions": [7]}}, "a question is None; text, in an object with its answers"),
      (RECORD | {"passage": {"text": PARTY, "entities": [{"start": float("inf"), "end": 2}]}}, "entities or answers are missing"),
      (MULTIRC | {"passage": {"text": PARTY, "questions": [{"question": "q"}]}}, "answers is None; a list of {text, label}"),
+     (RECORD | {"passage": {"text": VOTE, "entities": []}}, "0 entities for the query 'They did not vote"),
      (RECORD | {"qas": [{"query": "@placeholder"}]}, "entities or answers are missing"),
      (RECORD | {"qas": [{"query": "who?", "answers": []}]}, "3 entities for the query 'who\\?'"),
      ({"context": PARTY, "question": "q", "answers": [{"text": "a", "label": 2}]}, "answers is"),
      ({"context": PARTY, "question": "q"}, "no field 'answers'")],
-    ids=["questions", "question", "none", "number", "infinity", "labels", "answers", "place", "label", "key"],
+    ids=["questions", "question", "none", "number", "infinity", "labels", "entities", "answers", "place", "label", "key"],
 )  # fmt: skip
 def test_refusals(tokenizer: Tokenizer, fields: dict[str, Any], words: str | None) -> None:
     with pytest.raises(InputError, match=f"f: line 1: .*{words}" if words else "f: objective: choice finds no example in 1 record"):

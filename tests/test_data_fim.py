@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_data_tokenizer import SPACED, spaced
+from tokenizers.processors import TemplateProcessing
 
 from modelcenter.data.collate import IGNORED
 from modelcenter.data.config import DataConfig
@@ -57,14 +58,17 @@ def test_nothing_is_lost(text: str, seed: int) -> None:
 @pytest.mark.parametrize("form", SPACED)
 @pytest.mark.parametrize("spm", [0.0, 1.0])
 def test_parts_have_no_spaces_of_their_own(form: str, spm: float) -> None:
-    """Where a tokenizer puts a space before a text: Code Llama's authors leave it out before the middle and the suffix."""
+    """Where a tokenizer puts a space before a text: Code Llama's authors leave it out before the middle and the suffix. Nor is a
+    part a text of its own in the tokenizer's template."""
     tokenizer = spaced(form, [TEXT])
     tokenizer.raw.add_special_tokens([PRE, SUF, MID])
     marks = [tokenizer.token_to_id(mark) for mark in (PRE, SUF, MID)]
+    tokenizer.raw.post_processor = TemplateProcessing(single=f"$A {MID}", special_tokens=[(MID, marks[2])])
     text, data = "def f(x): return x + 1", DataConfig(fim_rate=1.0, fim_spm_rate=spm)
     for seed in range(30):
         read, random = Reader(tokenizer, None), np.random.default_rng(seed)
         ids = rearranged(Record({}, "f", 1), text, read, data, marks, random)  # type: ignore[arg-type]
+        assert [ids.count(mark) for mark in marks] == [1, 1, 1]  # type: ignore[arg-type]
         pre, suf, mid = (ids.index(mark) for mark in marks)  # type: ignore[arg-type]
         whole = ids[mid + 1 :] + ids[suf + 1 : mid] if spm else ids[pre + 1 : suf] + ids[mid + 1 :] + ids[suf + 1 : mid]
         assert tokenizer.decode(whole).lstrip() == text

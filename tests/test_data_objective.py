@@ -257,6 +257,8 @@ def test_masking_follows_transformers(bert: Tokenizer) -> None:
         for share, count, size in ((0.15, n, total), (0.8, hidden, n), (0.1, kept, n), (0.1, n - hidden - kept, n)):
             assert abs(count - share * size) < 4 * (size * share * (1 - share)) ** 0.5 + 0.01 * size
     assert (batch["labels"] != IGNORED).any(1).all()
+    drawn = batch["input_ids"][(batch["input_ids"] != original) & (batch["input_ids"] != bert.mask_id)]
+    assert {*drawn.tolist()} == {*range(bert.vocab_size)} - bert.special_ids, "any word, and nothing that is none"
 
 
 def test_masks_depend_on_epoch_and_index_alone(bert: Tokenizer) -> None:
@@ -355,6 +357,17 @@ def test_labels_that_are_known_need_not_all_occur() -> None:
     for values, words in (([2, 2], "numbers from 0 on"), (["pos"], "only the label pos"), ([3], "numbers from 0 on")):
         with pytest.raises(InputError, match=words):
             find_objective("classify").names(rows(*({"label": v} for v in values)), DataConfig(), known if values == [3] else ())
+
+
+@pytest.mark.parametrize(("objective", "labels", "kind"), [
+    ("classify", 3, "regression"), ("choice", 2, "multi_label_classification"), ("coreference", 2, "regression"),
+    ("regress", 1, "single_label_classification"), ("multilabel", 3, "single_label_classification"),
+])  # fmt: skip
+def test_a_model_that_has_learned_another_loss_is_refused(objective: str, labels: int, kind: str) -> None:
+    """Before a run begins, not in its first step."""
+    config = replace(zoo.tiny("bert"), labels=tuple("abc"[:labels]), file={"problem_type": kind})
+    with pytest.raises(InputError, match=rf"config\.json: problem_type: '{kind}'"):
+        find_objective(objective).settle(config)
 
 
 @pytest.mark.parametrize("objective", ["classify", "multilabel", "tag"])
@@ -496,7 +509,7 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("multilabel", {"text": "a", "label": ["x"]}, {}, r"only the label x"),
     ("multilabel", {"text": "a", "label": ["x", 1]}, {}, "line 1: label has 1; a name, as elsewhere"),
     ("multilabel", {"text": "a", "label": []}, {}, "no label; two labels at least"),
-    ("multilabel", {"text": "a", "label": "['x', 'y']"}, {}, r"label is \['x', 'y'\], a list that is not JSON; its JSON"),
+    ("multilabel", {"text": "a", "label": "['x', 'y']"}, {}, r"label is \['x', 'y'\], text that is not JSON .*; its JSON"),
     ("multilabel", {"text": "a", "label": 1.5}, {}, "label is '1.5'; a list of labels"),
     ("multilabel", {"text": "a", "label": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
     ("tag", {"tokens": ["a", "b"], "tags": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
@@ -516,6 +529,9 @@ def test_span_needs_something_that_stays() -> None:
 
 
 def test_more_refusals(bpe: Tokenizer, bert: Tokenizer) -> None:
+    for train, whose in ((True, ""), (False, " of the evaluation data")):
+        with pytest.raises(InputError, match=rf"data\.path: 1 tokens in all{whose}; at least two"):
+            make_examples("lm", documents("a"), bpe, DataConfig(seq_len=8), train=train)
     with pytest.raises(InputError, match="no record"):
         make_examples("lm", [], bpe, DataConfig())
     with pytest.raises(InputError, match="without an end of text"):

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,9 @@ def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, fo
             order = Blended([half, len(lengths) - half], [1, 2.5], 1, True)
         return Loader(examples, examples.collate, 4, 1, rank, world, order=order, budget=Budget(most, forward, padded))
 
+    def taken(sizes: list[int]) -> int:
+        return len(sizes) * max(sizes) if padded else sum(sizes)
+
     ranks = [list(islice(loader_of(rank, world).steps(start), 6)) for rank in range(world)]
     position = start
     for step in zip(*ranks, strict=True):
@@ -238,7 +241,9 @@ def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, fo
         for _, pieces in step:
             for piece in pieces:
                 own = [lengths[index] for _, index in real(piece)]
-                assert len(own) <= 1 or (len(own) * max(own) if padded else sum(own)) <= forward
+                assert len(own) <= 1 or taken(own) <= forward
+            for own, behind in pairwise([[lengths[index] for _, index in real(piece)] for piece in pieces]):
+                assert not behind or taken([*own, behind[0]]) > forward, "another would have fitted into this forward"
         position = after
     if world == 1:
         middle = ranks[0][2][0]

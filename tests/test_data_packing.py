@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import zoo
 from hypothesis import given
 from hypothesis import strategies as st
 
+from modelcenter.data import packing
 from modelcenter.data.collate import IGNORED, describe_sample
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
@@ -188,6 +190,18 @@ def test_padding_free_batches_hold_the_same_examples(what: str, tokenizer: Token
 
 
 # ------------------------------------------------------------------------------------------------------------- the bins
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 30])
+def test_each_window_is_packed_by_itself(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More sequences than are packed at a time: each stands in one bin, beside others of its window."""
+    monkeypatch.setattr(packing, "WINDOW", 7)
+    lengths = np.random.default_rng(0).integers(1, 12, count)
+    packed = Packed(SimpleNamespace(lengths=lengths, size=11))  # type: ignore[arg-type]  # all that is asked of examples
+    bins = [packed.bins[k].tolist() for k in range(len(packed))]
+    assert sorted(k for bin in bins for k in bin) == list(range(count))
+    assert all(len({k // 7 for k in bin}) == 1 for bin in bins)
+    assert packed.lengths.tolist() == [int(lengths[bin].sum()) for bin in bins] and packed.lengths.max() <= 11
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=60), size=st.integers(30, 50))

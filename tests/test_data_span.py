@@ -14,6 +14,7 @@ from modelcenter.data.encode import Reader
 from modelcenter.data.objective import make_examples
 from modelcenter.data.objectives.mlm import continuing
 from modelcenter.data.objectives.span import Spans, corrupt, longest, span_masks, spans_of
+from modelcenter.data.ragged import Ragged
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
@@ -39,6 +40,17 @@ def test_the_published_lengths() -> None:
     assert longest(512, 0.15, 3.0) == 568
     noise, k = spans_of(568, 0.15, 3.0)
     assert (noise, k) == (85, 28) and 568 - noise + k + 1 == 512 and noise + k + 1 == 114
+
+
+@pytest.mark.parametrize(("density", "mean"), [(0.15, 3.0), (0.5, 2.0), (0.3, 1.0), (0.9, 8.0)])
+def test_a_source_is_as_long_as_it_may_be(density: float, mean: float) -> None:
+    def source(n: int) -> int:
+        noise, spans = spans_of(n, density, mean)
+        return n - noise + spans + 1
+
+    for size in range(3, 80):
+        n = longest(size, density, mean)
+        assert source(n) <= size < source(n + 1)
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 50, 568])
@@ -104,6 +116,22 @@ def test_lengths_of_a_large_corpus_take_little_memory() -> None:
     counts = [spans_of(int(n), data.mlm_probability, data.span_length)[1] for n in examples.stops - examples.starts]
     assert examples.lengths.tolist() == [n + 2 * k + 2 for n, k in zip(examples.stops - examples.starts, counts, strict=True)]
     assert (len(examples), counts[0], counts[-1]) == (100_001, 2, 1)
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2])
+def test_a_last_token_alone_is_left_out(rest: int) -> None:
+    """Nothing would be left of it without a span."""
+    read, data = Reader(train_tokenizer(["a"], 400, "span"), None), DataConfig(seq_len=32)
+    raw = longest(32, data.mlm_probability, data.span_length)
+    examples = Spans(Ragged([[5] * (3 * raw + rest)]), read, data)
+    assert (examples.stops - examples.starts).tolist() == [raw] * 3 + [2] * (rest == 2)
+    assert len(examples) == len(examples.lengths)
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
+    made = train_tokenizer(["a"], 400, "span")
+    with pytest.raises(InputError, match="objective: span with a tokenizer without an end of text; one that has it"):
+        make_examples("span", [Record({"text": "a"}, "f", 1)], Tokenizer(made.raw, {"pad": "<pad>"}), DataConfig(path="x"))
 
 
 def test_a_tokenizer_without_sentinels_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 import zoo
 from transformers import (
@@ -102,6 +103,39 @@ def test_sampling_repeats_by_its_seed_and_touches_no_other_randomness() -> None:
     runs = [ours.generate(prompt(), do_sample=True, eos_token_id=[], seed=seed).tolist() for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("case", [GPT, Case("t5", "default", "seq2seq")], ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"top_k": 1}, {"top_k": 4, "length_penalty": 2.0}, {"temperature": 3.0, "top_k": 0, "num_return_sequences": 3},
+    {"eos_token_id": [3, 5, 7, 9], "early_stopping": True, "temperature": 2.0},
+], ids=str)  # fmt: skip
+def test_drawn_beams_are_those_of_transformers(case: Case, options: dict[str, Any]) -> None:
+    """With the same seed, to the token: both draw as many candidates, at the same moments, of the same probabilities."""
+    theirs, ours = zoo.pair(case)
+    ids = zoo.inputs(case)["input_ids"]
+    given = {"do_sample": True, "num_beams": 3, "max_new_tokens": 8, "eos_token_id": 3, "pad_token_id": 0, **options}
+    for seed in range(3):
+        with zoo.wide(torch.float64), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            wanted = theirs.generate(ids, attention_mask=torch.ones_like(ids), **given)
+        assert ours.generate(ids, attention_mask=torch.ones_like(ids), seed=seed, **given).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
+def test_padding_before_a_prompt_is_not_penalised(options: dict[str, Any]) -> None:
+    """A row of a batch is what it is alone, whatever token it is filled up with."""
+    _, ours = zoo.pair(GPT)
+    given = {"max_new_tokens": 6, "eos_token_id": [], "repetition_penalty": 2.0, **options}
+    short = prompt()[:1, :5]
+    alone = ours.generate(short, **given)
+    likely = int(alone[0, 5])
+    assert likely not in short
+    both, mask = torch.cat((prompt()[1:, :9], F.pad(short, (4, 0), value=likely))), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    found = ours.generate(both, attention_mask=mask, **given)
+    assert found[len(found) // 2 :, 4:].tolist() == alone.tolist()
+    assert found[: len(found) // 2].tolist() == ours.generate(both[:1], **given).tolist()
 
 
 LIKELY = [0.4, 0.3, 0.2, 0.1]
@@ -199,6 +233,8 @@ def test_scores_are_changed_as_transformers_changes_them(options: dict[str, obje
     found = apply(changes, ids, scores)
     assert torch.equal(found.isinf(), wanted.isinf()) and torch.equal(scores, before)
     assert (found - wanted).nan_to_num(0).abs().max() < 1e-12
+    alone, n = rules(o, prompt, o.new_tokens(prompt), None if mask is None else mask[:1], allowed, 7), o.num_beams
+    assert torch.equal(apply(alone, ids[:n], scores[:n]), found[:n]), "a row depends on how many there are"
 
 
 def test_the_rules_above_all_change_something() -> None:

@@ -26,6 +26,7 @@ from modelcenter.train.prepare import prepare, restrict
 from modelcenter.train.read import load_recipe
 from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import automatic_precision, resolve
+from modelcenter.train.state import Position
 
 HALF = {"precision": "fp16", "logging_steps": 1, "eval_steps": None, "config": {**TINY, **STILL}}
 
@@ -109,6 +110,12 @@ def test_gradients_that_no_scale_mends_end_a_run(tmp_path: Path, monkeypatch: py
     poison(monkeypatch, set(range(1, 20)))
     with pytest.raises(InputError, match="step 7: 5 gradients in a row were not finite"):  # the first two halve it to 1
         train(recipe_of(tmp_path, **{**HALF, "save_steps": None}), MACHINE)
+
+
+def test_it_begins_and_grows_as_torchs() -> None:
+    theirs = torch.amp.GradScaler("cpu")
+    assert theirs.get_scale() == loop.FIRST and theirs.get_growth_interval() == loss_scale.EVERY
+    assert Position().scale.value == 1  # where none is needed
 
 
 def test_a_loss_that_is_not_finite_is_not_the_scales_fault() -> None:

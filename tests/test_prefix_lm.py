@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -51,6 +52,14 @@ def seen() -> torch.Tensor:
             for k in range(real):
                 out[b, q, k] = k <= q or k < given
     return out
+
+
+def test_each_length_of_what_is_given_is_as_likely() -> None:
+    """A token at least is given, and one is left to predict."""
+    examples = make_examples("prefix_lm", [Record({"text": "abcde"}, "f", 1)], train_tokenizer([], 270, "bpe"), DataConfig())
+    given, times = np.unique([(examples.at(epoch, 0)[1] == IGNORED).sum() for epoch in range(2000)], return_counts=True)
+    assert given.tolist() == list(range(1, len(examples.at(0, 0)[0])))
+    assert ((times - 400) ** 2 / 400).sum() < 18.5  # chi-squared with 4 degrees of freedom: 1 in 1000
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -93,6 +93,19 @@ def test_what_is_said_of_equal_shapes_alone_is_refused(tmp_path: Path, task: str
     assert soup([a, c]) is a  # the other's says what absence means
 
 
+def test_a_number_is_what_one_label_means(tmp_path: Path) -> None:
+    """Where the file does not say what its one label is, as transformers takes it."""
+    for seed, folder in enumerate("ab"):
+        made(seed, id2label={0: "score"}).save_pretrained(tmp_path / folder)
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        config.pop("problem_type", None)
+        said = {"problem_type": "regression"} if folder == "b" else {}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | said))
+    for order in ("ab", "ba"):
+        first, other = (mc.load(tmp_path / folder) for folder in order)
+        assert soup([first, other]) is first
+
+
 @pytest.mark.parametrize("dense", [0, 1])
 def test_vectors_that_are_made_otherwise_have_no_mean(dense: int) -> None:
     """By another pooling, or by dense layers in one of the models alone, whichever comes first."""

@@ -140,10 +140,10 @@ class Loader:
         return range(first, first + each + (rank < rest))
 
     def cuts(self, positions: range) -> list[range]:
-        """The micro-batches of a share, by the tokens of a forward."""
+        """The micro-batches of a share, by the tokens of a forward; of a share without samples one without."""
         assert self.budget is not None
         if self.budget.forward is None:
-            return [positions] if positions else []
+            return [positions]
         found, first, longest, total = [], positions.start, 0, 0
         for position in positions:
             length = self.length(position)
@@ -152,7 +152,7 @@ class Loader:
             if size > self.budget.forward and position > first:
                 found.append(range(first, position))
                 first, longest, total = position, length, length
-        return [*found, range(first, positions.stop)] if positions else []
+        return [*found, range(first, positions.stop)]
 
     def steps(self, start: int = 0, limit: int | None = None, micro_batch: int | None = None
               ) -> Iterator[tuple[int, list[Batch]]]:

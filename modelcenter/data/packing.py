@@ -82,13 +82,12 @@ def fill(lengths: Sequence[int], size: int) -> list[list[int]]:
     return min(found, exact_fit(lengths, size, any_number), key=len)
 
 
-Completion = Callable[[NDArray[np.int64], int], list[int]]  # how many there are of each length, and the room -> lengths for it
+Completion = Callable[[NDArray[np.int64], int], list[int]]  # how many of each length, to use up; the room -> lengths for it
 
 
 def one_or_two(have: NDArray[np.int64], room: int) -> list[int]:
     """Fill each bin with what fits exactly, one item or two, or else with the longest that fits, and so on."""
     found: list[int] = []
-    have = have.copy()
     while True:
         fits = np.flatnonzero(have[: room + 1])
         pairs = fits[(have[room - fits] > (2 * fits == room)) & (2 * fits >= room)]
