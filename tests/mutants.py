@@ -1986,6 +1986,8 @@ MUTANTS = (
            "test_layout.py::test_autograd_adds_up_gradients_in_place"),
     Mutant("a-chunk-of-few-rows", "ops/linear_cross_entropy.py", 'max(FEWEST, BYTES["cuda"] // (stride * 2))', 'max(1, BYTES["cuda"] // (stride * 2))',
            "test_head.py::test_rows_of_a_chunk_on_a_gpu"),
+    Mutant("a-part-of-a-gpu-is-a-whole-one", "plan/chips.py", "if whole and card", "if card",
+           "test_layout.py::test_a_gpu_is_known_by_its_name_and_its_host_is_timed"),
     Mutant("fp32-by-bf16-s-units", "plan/tally.py", "if q.itemsize < 4 else FULL", "if True else FULL",
            "test_layout.py::test_attention_and_products_in_fp32_take_what_was_measured"),
     Mutant("fp32-at-the-power-limit", "plan/costs.py", 'chip.shapes if one.dtype != "fp32" else 1.0', "chip.shapes",

@@ -77,8 +77,8 @@ def test_what_cannot_be_chosen_is_refused(gpus: None, tmp_path: Path, monkeypatc
     lacking = r"needs least, .* of 400 kB a rank, with 423 kB of 40.0 kB in the host's memory; more devices"
     with pytest.raises(InputError, match=rf"machine.devices: nothing fits 2 x NVIDIA .* {lacking}"):
         choose(recipe, AUTO)
-    monkeypatch.setattr(module, "count_of", lambda machine: 3)
-    with pytest.raises(InputError, match=r"batch: 8 sequences for 3 devices; a multiple of the devices, or fewer of them"):
+    monkeypatch.setattr(module, "count_of", lambda machine: 32)
+    with pytest.raises(InputError, match=r"batch: 8 sequences for 32 devices; a multiple of the devices, or fewer of them"):
         choose(replace(recipe, micro_batch=None), AUTO)
     monkeypatch.setenv("NNODES", "2")  # it would be shared out among the GPUs of one, half of which are then idle
     with pytest.raises(InputError, match=r"on one of 2 machines \(NNODES\); the command alone, or the degrees"):
@@ -86,6 +86,13 @@ def test_what_cannot_be_chosen_is_refused(gpus: None, tmp_path: Path, monkeypatc
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(InputError, match="in a process that a launcher has started; the command alone"):
         choose(recipe, AUTO)
+
+
+def test_shares_need_not_be_as_large(gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three, three and two of eight sequences, as a run takes them by its degrees, too."""
+    monkeypatch.setattr(module, "count_of", lambda machine: 3)
+    recipe, machine = choose(replace(recipe_of(tmp_path), micro_batch=None), AUTO)
+    assert machine.shares == 3 and recipe.micro_batch == 4
 
 
 def test_parts_of_sequences_are_for_layouts_that_cut_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,13 +144,15 @@ def chip_here(device: Any) -> Chip | None:
     import torch
 
     card = torch.cuda.get_device_properties(device)
-    known = [chip for chip in CHIPS.values() if card.name.startswith(chip.name.removesuffix(" 80GB HBM3"))]
+    whole = not any(word in card.name for word in LESS)
+    known = [chip for chip in CHIPS.values() if whole and card.name.startswith(chip.name.removesuffix(" 80GB HBM3"))]
     near = min(known, key=lambda chip: abs(chip.memory - card.total_memory), default=None)
     if near is None:
         return None
     return replace(near, memory=float(card.total_memory), call=near.call * host_call() / HOST, host=TIMED)
 
 
+LESS = ("Laptop", "Max-Q", "MIG")  # a GPU of the same name that has fewer units, or a part of one
 TIMED = "timed on this host"
 HOST = 1.9e-6  # seconds of `host_call` on a host whose calls in a step take the 8.5 µs of `Chip.call`: benchmarks/plans.md
 LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its links

@@ -68,9 +68,8 @@ def surveyed(recipe: Recipe, machine: Machine, device: torch.device, ranks: int,
     with as_a_rank(machine, ranks):
         chip = chip_of(device)
     chip = learn(chip, recipe.precision, ranks > 1).of(beside(chip, machine, ranks) if gpu else chip)
-    can = runnable(recipe, job.model)
-    return survey(Costs(job, chip, chip.memory if gpu else chip.memory / ranks_here(ranks)), ranks, machine, rows,
-                  allowed=lambda m: can(m) and (rows is not None or recipe.batch % m.shares == 0))  # fmt: skip
+    limit = chip.memory if gpu else chip.memory / ranks_here(ranks)
+    return survey(Costs(job, chip, limit), ranks, machine, rows, allowed=runnable(recipe, job.model))
 
 
 def chip_of(device: torch.device) -> Chip:
