@@ -51,7 +51,7 @@ from modelcenter.train.folder import WATCHING, check, claim
 from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
-from modelcenter.train.prepare import prepare
+from modelcenter.train.prepare import prepare, restrict
 from modelcenter.train.read import load_recipe
 from modelcenter.train.recipe import Recipe
 from modelcenter.train.resolve import resolve
@@ -1299,6 +1299,16 @@ def test_r_drop_is_torchs_formula(items: int | None) -> None:
     torch.testing.assert_close(out.logits, logits[:4])
     torch.testing.assert_close(gradients(ours), gradients(theirs))
     torch.testing.assert_close(ours.eval()(**args).loss, theirs.eval()(**args).loss)
+
+
+def test_a_head_that_is_new_is_not_frozen(tmp_path: Path) -> None:
+    """As it was drawn it would make noise of what is trained before it."""
+    mc.build("bert-base-uncased", config=TINY_BERT, task="mlm").save_pretrained(tmp_path / "words")
+    model = mc.load(str(tmp_path / "words"), task="classify")
+    made = {"objective": "classify", "init": "pretrained", "config": {}}
+    with pytest.raises(InputError, match=r"freeze: head\.\S+, which the weights lack, and which would stay as it was drawn"):
+        restrict(model, recipe_of(tmp_path, **made, freeze=["*.weight"]))
+    restrict(mc.load(str(tmp_path / "words"), task="classify"), recipe_of(tmp_path, **made, freeze=["encoder"]))
 
 
 def test_r_drop_wants_a_sequence_a_row() -> None:

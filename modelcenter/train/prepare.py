@@ -201,9 +201,12 @@ def restrict(model: Model, recipe: Recipe) -> None:
         family = type(model).__name__.removeprefix("FSDP")  # which torch puts before a class that it has divided
         found = f"fp16 with {family}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
-    model.freeze(*recipe.freeze)
+    frozen = model.freeze(*recipe.freeze)
     if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
         refuse(None, "freeze", "all parameters of the model", "one at least is to be trained")
+    drawn = model.load_report.new if frozen and recipe.init == "pretrained" else []
+    if kept := next((name for name in frozen if name in drawn), None):
+        refuse(None, "freeze", f"{kept}, which the weights lack, and which would stay as it was drawn", "patterns of other names")
 
 
 def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> None:
