@@ -98,7 +98,7 @@ class Machine:
         """The number of fsdp ranks that is left of a launcher's WORLD_SIZE, which may differ each time that it starts them."""
         if "WORLD_SIZE" not in os.environ:
             found = "auto, and no launcher has said how many ranks there are"
-            refuse(None, "fsdp", found, "torchrun, a number, or machine.devices=all in place of it")
+            refuse(None, "fsdp", found, "torchrun, or a number; for the devices of this machine machine.devices=all in its place")
         ranks, others = variable("WORLD_SIZE", 1, MOST), self.tensor_parallel * self.replicate
         if ranks % others:
             found = f"auto, of {ranks} ranks with tensor_parallel={self.tensor_parallel} replicate={self.replicate}"
