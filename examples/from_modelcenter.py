@@ -35,7 +35,7 @@ def main(folder: str, out: str) -> None:
     w: Weights = torch.load(source, map_location="cpu", weights_only=True)
     family = next(f for key, f in FAMILIES.items() if not key or key in w)
     for key, value in FIXED[family].items():
-        if c.get(key, value) != value:
+        if c.get(key) not in (None, value):
             refuse(file, key, json.dumps(c[key]), f"{json.dumps(value)}: this family computes nothing else here")
     if w.pop("cls_projection.weight", None) is not None:
         print("cls_projection is left out: name the labels and train it anew, modelcenter train classify")

@@ -107,6 +107,7 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "machinq.fsdp=2"), "command line: machinq.fsdp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "fsdp=2"), "command line: fsdp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "optimiser.lr=2"), "command line: optimiser.lr: unknown key; did you mean 'optimizer.lr'?"),
+    (("train", "translate", *DATA, "metrics=[]", "generation.num_beams=2"), "command line: generation.num_beams=2: with no metric"),
     (("train", "finetune", *DATA, "modle.lr=2"), "command line: modle: unknown key; did you mean 'model'?"),
     (("train", "finetune", *DATA, "optim.lr=2"), "command line: optim: unknown key; here it is optimizer.name and "),
     (("train", "finetune", *DATA, "machine.fsdp=1", "machine.fsdp=2"), "command line: machine.fsdp: given twice; keep one of "),

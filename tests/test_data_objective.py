@@ -195,6 +195,15 @@ def test_one_token_for_the_beginning_and_the_end_stands_where_the_template_puts_
     assert examples.at(0, 0)[0][0].tolist() == [made.bos_id] * begins + made.encode("to be", special=False) + [made.eos_id]
 
 
+@pytest.mark.parametrize(("template", "begins"), [("$A <s>", False), ("<s> $A", True), ("<s> $A <s>", True)])
+def test_a_tokenizer_is_asked_in_its_own_words(template: str, begins: bool) -> None:
+    """It may know no others, and no unknown one."""
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "C": 1, "G": 2}))
+    raw.add_special_tokens(["<s>"])
+    raw.post_processor = TemplateProcessing(template, None, [("<s>", 0)])
+    assert Tokenizer(raw, {"bos": "<s>", "eos": "<s>"}).puts_bos == begins
+
+
 def test_a_prompt_that_is_cut_keeps_the_beginning_of_text() -> None:
     """As transformers' truncation on the left does: LLaMA has seen no text without."""
     made = train_tokenizer(["to be or not to be"], 300)

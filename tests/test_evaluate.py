@@ -303,10 +303,9 @@ def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
     [({"metrics": ["acuracy"]}, "metrics: 'acuracy'; did you mean 'accuracy'"), ({"metrics": ["bleu"]}, "bleu with objective lm"),
      ({"best": "mcc"}, "best: mcc with objective lm"), ({"generation": {"num_beam": 2}}, "generation.num_beam: unknown key"),
      ({"generation": {"num_beams": 2}}, "generation.num_beams: 2 with objective lm, which writes no text; leave it out"),
-     ({"objective": "seq2seq", "generation": {"num_beams": 2}}, "generation.num_beams: 2 with no metric for which texts are w"),
      ({"patience": 2, "data.eval_fraction": 0.0}, "data.eval_path: missing, and patience 2 asks for an evaluation"),
      ({"data.packing": True, "metrics": ["bits_per_byte"]}, "bits_per_byte of packed")],
-    ids=["unknown", "of texts", "best", "generation", "no texts", "unread", "nothing to wait for", "packed"],
+    ids=["unknown", "of texts", "best", "generation", "no texts", "nothing to wait for", "packed"],
 )  # fmt: skip
 def test_refusals(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):

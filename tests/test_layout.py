@@ -675,6 +675,8 @@ def test_a_share_that_does_not_divide_the_batch_is_one_forward_too() -> None:
     assert (found.rows, found.forwards, found.micro_batch) == (3, 1, 5)
     assert found.seconds < costs.exact(Machine(replicate=4), 2).seconds
     assert best_of(costs, Machine(replicate=4), 2).forwards == 2  # which is asked for
+    prime = best_of(costs_of(job_of(gpt(), 101)), Machine(replicate=4))
+    assert prime.rows == prime.micro_batch == 1, "of which a forward of 101 is no multiple that a run could mean"
 
 
 def test_a_host_with_more_to_do_than_its_device_sets_the_pace() -> None:

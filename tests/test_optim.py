@@ -392,6 +392,24 @@ def test_on_a_cpu_small_ones_step_together(monkeypatch: pytest.MonkeyPatch, kind
     assert calls[1] < calls[0] / 2 and all(map(torch.equal, *found)), calls
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_adafactor_takes_any_shape(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's, by the passes of a CPU and by those of a GPU."""
+    monkeypatch.setattr("modelcenter.optim.adafactor.on_gpu", lambda x: gpu)
+    source = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, generator=source)) for shape in ((), (1,), (5,), (1, 1), (3, 4), (3, 4), (2, 3, 4))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    both = Adafactor(ours, lr=0.01, weight_decay=0.1), torch.optim.Adafactor(theirs, lr=0.01, weight_decay=0.1, eps=(1e-30, 1e-3))
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=source)
+            q.grad = p.grad.clone()
+        for optimizer in both:
+            optimizer.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def test_a_stack_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; what is larger is alone, and what is of another shape, dtype or kind is elsewhere."""
     monkeypatch.setitem(stacks.SCRATCH, False, 3 * stacks.EACH * 16)

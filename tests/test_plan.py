@@ -628,6 +628,13 @@ def test_what_cannot_be_trained_is_not_planned(change: dict[str, Any], device: s
         paper.on_paper(bare(**change), MACHINE, 1, device, True)
 
 
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_what_is_frozen_is_planned(init: str) -> None:
+    """Of a model whose weights are not read, which lacks none of them."""
+    found, _ = paper.on_paper(bare(model="gpt2", config=TINY, freeze=["embed"], init=init), MACHINE, 1, "4090", True)
+    assert found.choice.fits
+
+
 @pytest.mark.parametrize(("key", "value"), [("tensor_parallel", 2), ("zero", 1), ("recompute", "full")])
 def test_a_layout_beside_what_chooses_it_is_refused(key: str, value: Any) -> None:
     recipe = bare(model="gpt2")

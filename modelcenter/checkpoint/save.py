@@ -55,7 +55,8 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
     parameters = dict(model.named_parameters())
     if missing := sorted(model.shapes.keys() - parameters.keys()):
         modules, path = dict(model.named_modules()), missing[0].split(".")[:-1]
-        if gone := next((name for name in accumulate(path, "{}.{}".format) if name not in modules), None):
+        gone = next((name for name in accumulate(path, "{}.{}".format) if name not in modules), None)
+        if gone is not None and gone.rpartition(".")[2].isdecimal():
             wanted = "mc.build with a config of what is left ({'layers': 6}), whose load_state_dict takes this one's state_dict()"
             refuse(None, gone, "taken out of the model, and the config has it", wanted)
         wanted = "a model with whole weights: a quantised layer's linear(), prune.remove or remove_parametrizations gives them back"

@@ -1,6 +1,6 @@
 """The recipe and the machine that a command line names. Torch-free."""
 
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,16 +30,23 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     if args.names and Path(args.names[0]).is_file() and Path(args.names[0]).suffix not in (".yaml", ".yml"):
         refuse(COMMAND_LINE, args.names[0], "a file, and no recipe", f"a recipe first, such as finetune data.path={args.names[0]}")
     known, places = ["machine", *(field.name for field in fields(Recipe))], {field.name for field in fields(Machine)}
-    sections = {"machine", *(field.name for field in fields(Recipe) if field.default_factory is not MISSING)}
+    made: list[tuple[str, Any]] = [(field.name, field.default_factory) for field in fields(Recipe)]
+    sections = {"machine": places, **{name: {field.name for field in fields(of)} for name, of in made if is_dataclass(of)}}
     for setting in args.settings:
         section, _, rest = setting.partition("=")[0].partition(".")
         if not rest and section in places:
             refuse(COMMAND_LINE, section, "unknown key", f"did you mean 'machine.{section}'?")
         close = get_close_matches(section, known, n=1)
-        if rest and section not in (*known, *RECIPE) and close and close[0] in sections:
+        if rest and section not in (*known, *RECIPE) and close and rest in sections.get(close[0], ()):
             refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean '{close[0]}.{rest}'?")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if not setting.startswith("machine.")])
+    asked = next((setting for setting in args.settings if setting.startswith("generation.")), None)
+    if asked is not None and not recipe.writes:
+        from ..metrics.table import named
+
+        wanted = f"one of {', '.join(named(('texts',)))} in metrics"
+        refuse(COMMAND_LINE, asked, "with no metric for which texts are written", wanted)
     return recipe, machine_of(args)
 
 

@@ -100,7 +100,9 @@ class Record:
         if not value:
             return None
         try:
-            json.dumps(found := json.loads(value), ensure_ascii=False).encode()  # which half a surrogate pair has no bytes for
+            found = json.loads(value)
+            if "\\ud" in value.lower():
+                json.dumps(found, ensure_ascii=False).encode()  # which half a surrogate pair has no bytes for
             return found
         except (ValueError, RecursionError) as e:
             self.refuse(f"{key} is {value[:60]}, text that is not JSON ({e})", wanted)

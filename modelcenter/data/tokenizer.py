@@ -86,9 +86,20 @@ class Tokenizer:
 
     @property
     def puts_bos(self) -> bool:
-        """Whether its template puts the beginning of text before a text. Around an empty one the same token may be its end."""
-        bos = [] if self.bos_id is None else [self.bos_id]
-        return bool(bos) and self.encode("")[:1] == bos and (bos != [self.eos_id] or self.encode("a")[:1] == bos)
+        """Whether its template puts the beginning of text before a text. Around an empty one the same token may be its end: a word
+        of its own tells."""
+        bos, special = self.bos_id, self.special_ids
+        if bos is None or self.encode("")[:1] != [bos] or bos != self.eos_id:
+            return bos is not None and self.encode("")[:1] == [bos]
+        for number in range(min(self.vocab_size, 1000)):
+            try:
+                word = self.decode([number])
+                alone = self.encode(word, special=False) if number not in special else []
+            except InputError:  # no text by itself
+                continue
+            if alone and bos not in alone:
+                return self.encode(word)[:1] == [bos]
+        return True
 
     @property
     def special_ids(self) -> set[int]:

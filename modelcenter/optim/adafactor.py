@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..checkpoint.load import local as part_of
 from ..names import Region, Shape
+from ..ops._mode import on_gpu
 from ..parallel.ranks import ALONE, Ranks
 from .adamw import local
 from .clipped import Clipped, Some, shifted, wide
@@ -93,16 +94,16 @@ class Adafactor(Clipped):
         roots = [self.moved(some, grads(some), total, new)
                  for (some, _), total, (_, new, _) in zip(each, sums, mine, strict=True)]  # fmt: skip
         lengths = []
-        for (some, _), (first, *rest) in zip(each, roots, strict=True):
-            steps = grads(some) * first
+        for (some, _), by in zip(each, roots, strict=True):
+            steps, rest = product(grads(some), by)
             lengths.append(squares(steps, *rest))
         lengths = self.ranks.added(lengths, ones)
-        for (some, group), total, (first, *rest), length, (decay, _, rates) in zip(each, sums, roots, lengths, mine, strict=True):
+        for (some, group), total, by, length, (decay, _, rates) in zip(each, sums, roots, lengths, mine, strict=True):
             one, weights = some[0], self.mine(some[0], some)
             many = max(1, torch.Size(self.shape(one)).numel())
             size, long = ((of / many).sqrt() for of in (total[:, 0], length))
             scale = upright(rates.to(size.dtype) * size.clamp(min=LEAST) / long.clamp(min=1), one)
-            steps = steps if alone else grads(some) * first
+            steps, rest = (steps, rest) if alone else product(grads(some), by)
             shifted(weights, steps.unbind(), group, decay.to(size.dtype), (rest[0] * scale if rest else scale).unbind())
 
     def kind(self, p: Tensor) -> torch.dtype:
@@ -168,8 +169,19 @@ def taken(kept: list[Tensor], come: Tensor, share: Tensor) -> Tensor:
     return found
 
 
+def product(grads: Tensor, by: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Gradients (k ...) times the first of `by`, and those that they are still to be multiplied by: on a GPU, where each pass over
+    a matrix counts. A CPU goes down columns slowly."""
+    out, rest = grads * by[0], by[1:]
+    if on_gpu(out):
+        return out, rest
+    for more in rest:
+        out.mul_(more)
+    return out, ()
+
+
 def squares(steps: Tensor, columns: Tensor | None = None) -> Tensor:
     """The sum of the squares of each of a stack (k ...), times a number for each column if there are such."""
     by_column = steps if columns is None else torch.linalg.vector_norm(steps, dim=-2, keepdim=True) * columns
-    found: Tensor = torch.linalg.vector_norm(by_column.flatten(1), dim=1)
+    found: Tensor = torch.linalg.vector_norm(by_column.reshape(len(by_column), by_column[0].numel()), dim=1)
     return found.square()

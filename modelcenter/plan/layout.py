@@ -40,7 +40,8 @@ def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate
     A size is a rank's whole share, or divides the batch as a recipe's does. The smallest, each of which is rehearsed, are tried
     where no larger one fits and the last does. `rows`: if given, no others are tried."""
     mine = ceil(costs.job.rows / machine.shares)
-    sizes = [min(rows, mine)] if rows is not None else sorted({mine, *costs.job.sizes(mine)}, reverse=True)
+    whole = [mine] if any(costs.job.rows % n == 0 for n in range(mine, 2 * mine)) else []
+    sizes = [min(rows, mine)] if rows is not None else sorted({*whole, *costs.job.sizes(mine)}, reverse=True)
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):

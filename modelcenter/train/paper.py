@@ -126,10 +126,11 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
     objective = find_objective(recipe.objective)
     labels = 1 if recipe.objective == "regress" else None
     model = build(recipe.model, task=objective.task, config=recipe.config, device="meta", num_labels=labels)
+    if recipe.init == "pretrained":
+        model.load_report = LoadReport()  # weights are read for it, and nothing is new
     check_length(recipe, vars(model.config))
     restrict(model, recipe)
     if recipe.adapter.name != "none":
-        model.load_report = LoadReport()  # weights are read for it, and nothing is new
         insert(model, recipe.adapter, choose(model, recipe.adapter))
     if isinstance(model.head, ClassifyHead):
         model.head.r_drop = recipe.loss.r_drop

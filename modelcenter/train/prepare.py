@@ -204,7 +204,8 @@ def restrict(model: Model, recipe: Recipe) -> None:
     frozen = model.freeze(*recipe.freeze)
     if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
         refuse(None, "freeze", "all parameters of the model", "one at least is to be trained")
-    drawn = model.load_report.new if frozen and recipe.init == "pretrained" else []
+    made = recipe.init == "pretrained" and not isinstance(model.head, EmbedHead)  # whose pooler has no part in a vector
+    drawn = [name for name in model.load_report.new if len(model.shapes[name]) > 1] if frozen and made else []  # a bias is 0
     if kept := next((name for name in frozen if name in drawn), None):
         refuse(None, "freeze", f"{kept}, which the weights lack, and which would stay as it was drawn", "patterns of other names")
 

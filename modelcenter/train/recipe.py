@@ -13,7 +13,7 @@ from ..data.config import DataConfig
 from ..data.objective import COMMON, find_objective, objectives
 from ..errors import refuse
 from ..generate.options import Options
-from ..metrics.table import check, named, of_texts
+from ..metrics.table import check, of_texts
 from ..optim.config import LossConfig, OptimizerConfig, ScheduleConfig, refuse_changed
 from ..theirs import RECIPE, made_by_name
 
@@ -132,10 +132,6 @@ class Recipe:
         if self.generation and "texts" not in objective.of:
             name, value = next(iter(self.generation.items()))
             refuse(None, f"generation.{name}", f"{value} with objective {self.objective}, which writes no text", "leave it out")
-        if self.generation and not of_texts((*self.metrics, *filter(None, [self.best])), objective.of):
-            name, value = next(iter(self.generation.items()))
-            found = f"{value} with no metric for which texts are written"
-            refuse(None, f"generation.{name}", found, f"one of {', '.join(named(('texts',)))}, or generation={{}}")
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")
@@ -202,6 +198,11 @@ class Recipe:
             if not key.endswith("dropout"):  # which counts in training alone; an adapter's folder names its base, and no more of it
                 found = f"{value!r} with adapter.name {self.adapter.name}"
                 refuse(None, f"config.{key}", found, "leave it out: who loads the adapter has the base as it is")
+
+    @property
+    def writes(self) -> bool:
+        """Whether an evaluation has texts written, because a metric reads them."""
+        return bool(of_texts((*self.metrics, *filter(None, [self.best])), find_objective(self.objective).of))
 
     @property
     def head(self) -> str:
