@@ -353,12 +353,19 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
             directions=("step",), quick=moments != "int8" and (half or not gpu),
         )  # fmt: skip
 
+    # Adafactor: gradients clipped, then read for squares, for the steps' size and for the steps. A GPU alone has kernels
+    for half, odd in ((False, False), (True, False), (False, True)) if gpu else ():
+        name = f"{count / 1e6:.0f} M, {'bf16' if half else 'fp32'}, clip{', 4095 columns' if odd else ''}"
+        of_all = partial(adafactor, shapes_of(count, 4096 - odd), device, half)
+        yield Bench("adafactor", name, tuple, (count * (14 if half else 28), 0), {"torch": partial(of_all, theirs=True)},
+                    ours=partial(of_all, theirs=False), directions=("step",), quick=False)  # fmt: skip
 
-def shapes_of(count: int) -> list[tuple[int, ...]]:
+
+def shapes_of(count: int, columns: int = 4096) -> list[tuple[int, ...]]:
     """Matrices, a remainder and some vectors: together `count` parameters."""
     vectors = [(4096,)] * 32
-    matrices, left = divmod(count - 4096 * 32, 4096 * 4096)
-    return [*[(4096, 4096)] * matrices, (left,), *vectors]
+    matrices, left = divmod(count - 4096 * 32, 4096 * columns)
+    return [*[(4096, columns)] * matrices, (left,), *vectors]
 
 
 def our_adamw(count: int, device: str, half: bool, master: bool, moments: str, before: str) -> Function:
@@ -398,6 +405,24 @@ def torch_adamw(count: int, device: str, half: bool, master: bool, before: str) 
         optimizer.step()
         if master:
             torch._foreach_copy_(copies, [p.detach() for p in params])
+
+    return step
+
+
+def adafactor(shapes: Sequence[tuple[int, ...]], device: str, half: bool, theirs: bool) -> Function:
+    from modelcenter.optim.adafactor import LEAST, TINY, Adafactor
+
+    params = [torch.randn(shape, device=device, dtype=torch.bfloat16 if half else None).requires_grad_() for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    if not theirs:
+        ours = Adafactor(params, lr=1e-4)
+        return lambda: ours.step(clip=ours.clip(1.0))
+    optimizer = torch.optim.Adafactor(params, lr=1e-4, weight_decay=0.0, eps=(TINY, LEAST), foreach=True)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(params, 1.0, foreach=True)
+        optimizer.step()
 
     return step
 

@@ -44,7 +44,7 @@ from modelcenter.ops.cross_entropy import IGNORE
 from modelcenter.ops.dropout import dropped
 from modelcenter.ops.gated_linear import gated_linear
 from modelcenter.ops.rotary import rotary_
-from modelcenter.optim import adamw
+from modelcenter.optim import adafactor, adamw
 
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 130, 255, 257, 300)
 WIDTHS = (  # of a row, past blocks
@@ -495,7 +495,59 @@ def of_adamw(rng: random.Random, device: str, compared: bool) -> list[Any]:
     return [dtype, kind, sizes, options, max_norm, scale]
 
 
+def of_adafactor(rng: random.Random, device: str, compared: bool) -> list[Any]:
+    """Some steps of matrices of one shape, beside the same in torch."""
+    dtype, lay = rng.choice(DTYPES), laid_out(rng)
+    far = [n for n in LENGTHS if n <= MOST]  # past the bands that there are
+    rows, columns = rng.choice(far if rng.random() < 0.2 else SIZES), rng.choice(far if rng.random() < 0.2 else WIDTHS)
+    if rows * columns > 2 * MOST:
+        rows = max(1, 2 * MOST // columns)
+    count = rng.choice((1, 1, 2, 3, 241 if rows * columns < 20 else 5))
+    options = dict(lr=rng.choice((0.0, 1e-3, 0.1)), weight_decay=rng.choice((0.0, 0.1)))
+    size = rng.choice((1.0, 1.0, 1e-4, 1e-12, 1e-25)) if dtype != torch.float16 else 1.0
+    max_norm = rng.choice((None, 0.0, 1e-3, 1.0))
+    starts = [torch.randn(rows, columns, device=device).to(dtype) for _ in range(count)]
+    grads = [[lay((size * torch.randn(rows, columns, device=device)).to(dtype)) for _ in range(count)] for _ in range(2)]
+    if rng.random() < 0.2 and rows * columns:
+        where = torch.rand(rows, columns, device=device) < rng.choice((0.0, 0.01, 0.9))
+        where[rng.randrange(rows), rng.randrange(columns)] = True
+        strange = torch.tensor(rng.choice((math.nan, math.inf, 3e4, 0.0, 0.0)), device=device).to(dtype)
+        of_step = rng.choice(grads)
+        of_step[0] = of_step[0].masked_fill(where, strange)
+    at = [rng.choice((torch.Tensor.clone, LAYOUTS["misaligned"])) for _ in starts]
+
+    def stepped(wide: bool = False) -> list[Tensor]:
+        """`wide`: in fp32, where clipping rounds no gradient, and with weights that are rounded after each step."""
+        params = [nn.Parameter(place(start.float() if wide else start)) for place, start in zip(at, starts, strict=True)]
+        optimizer = adafactor.Adafactor(params, **options)
+        for given in grads:
+            for p, g in zip(params, given, strict=True):
+                p.grad = g.to(p.dtype, copy=True)
+            optimizer.step(clip=None if max_norm is None else optimizer.clip(max_norm))
+            for p in params:
+                p.data.copy_(p.data.to(dtype))
+        return [t.detach().float() for p in params for t in (p, *optimizer.state[p].values())]
+
+    found = stepped()
+    if compared:
+        with mock.patch.object(adafactor, "has_kernels", lambda p: False):
+            wanted = stepped(wide=True)
+        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            most = float(b.abs().nan_to_num(0, 0, 0).max()) if b.numel() else 0.0  # what a step nearly undid is rough
+            of_weight = torch.finfo(dtype).eps if i % 4 == 0 else 0.0
+            near = torch.allclose(a, b, rtol=max(1e-4, of_weight), atol=max(1e-5, of_weight) * most, equal_nan=True)
+            assert near, f"result {i} of {options}"
+    return [dtype, rows, columns, count, options, max_norm, size]
+
+
 # ---- the run
+
+
+def matrix(device: str) -> Tensor:
+    """With a gradient."""
+    p = nn.Parameter(torch.ones(1, 1, device=device))
+    p.grad = torch.ones_like(p)
+    return p
 
 
 def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, bool], list[Any]]]]:
@@ -512,6 +564,7 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
         **{f"quantize_{kind}": (f"dequantize_{kind}", bound(of_quantize, kind)) for kind in ("nf4", "int8")},
         "rotary_": ("rotary", of_rotary_in_place), "gated_over": ("gated_backward", of_gated_over),
         "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
+        **({"adafactor": ("adafactor_step", of_adafactor)} if adafactor.has_kernels(matrix(device)) else {}),
         **({"relative_attention_in_crowds": ("relative_attention", in_crowds), "gated_linear": ("gated_backward", of_gated_linear)}
            if "relative_attention" in kernel_backed(device) else {}),
     }  # fmt: skip

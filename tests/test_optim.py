@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from contract import kernels_called
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -392,22 +393,25 @@ def test_on_a_cpu_small_ones_step_together(monkeypatch: pytest.MonkeyPatch, kind
     assert calls[1] < calls[0] / 2 and all(map(torch.equal, *found)), calls
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-def test_adafactor_takes_any_shape(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's, by the passes of a CPU and by those of a GPU."""
-    monkeypatch.setattr("modelcenter.optim.adafactor.on_gpu", lambda x: gpu)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_adafactor_takes_any_shape(device: str) -> None:
+    """As torch's; by kernels, where there are some."""
     source = torch.Generator().manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape, generator=source)) for shape in ((), (1,), (5,), (1, 1), (3, 4), (3, 4), (2, 3, 4))]
+    shapes: list[tuple[int, ...]] = [(), (1,), (5,), (1, 1), (3, 4), (3, 4), (2, 3, 4), (130, 1001), (300, 520)]
+    ours = [nn.Parameter(torch.randn(shape, generator=source).to(device)) for shape in shapes]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     both = Adafactor(ours, lr=0.01, weight_decay=0.1), torch.optim.Adafactor(theirs, lr=0.01, weight_decay=0.1, eps=(1e-30, 1e-3))
-    for _ in range(3):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn(p.shape, generator=source)
-            q.grad = p.grad.clone()
-        for optimizer in both:
-            optimizer.step()
+    with kernels_called() as seen:
+        for _ in range(3):
+            for p, q in zip(ours, theirs, strict=True):
+                p.grad = torch.randn(p.shape, generator=source).to(device)
+                q.grad = p.grad.clone()
+            both[0].step(clip=both[0].clip(1.0))
+            nn.utils.clip_grad_norm_(theirs, 1.0)
+            both[1].step()
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q)
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert [name for name, _ in seen].count("adafactor_step") == 3 * 4 * ours[0].is_cuda
 
 
 def test_a_stack_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,8 @@ class Tally(FakeTensorMode):
             return
         if name == "adamw":  # what is updated is read and written, gradients are read
             size = 2 * size - bytes_of(args[2])
+        elif name == "adafactor_step":
+            size += bytes_of(args[1])
         elif name == "embedding":
             size = 2 * bytes_of(args[2])
         elif name == "cross_entropy_both" or (name == "gated_backward" and args[4] is None):
