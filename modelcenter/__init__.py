@@ -3,7 +3,7 @@
     import modelcenter as mc
     model = mc.GPT.from_pretrained("gpt2")
 
-Names are imported when they are first used, so that `import modelcenter` is fast.
+Public names are imported on first use, so that `import modelcenter` is fast.
 """
 
 import re
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What there is to complete and to suggest, names that nobody has used yet included."""
+    """All names to complete and to suggest, including those that have not been used yet."""
     stub = Path(__file__).with_suffix(".pyi").read_text("utf-8")
     here = {name for name, of in globals().items() if name.startswith("__") or getattr(of, "__name__", "").startswith(__name__)}
     return sorted({*here, *re.findall(r" as (\w+)$", stub, re.MULTILINE)})  # without what this file needs for itself

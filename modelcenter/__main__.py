@@ -184,7 +184,7 @@ def usage() -> str:
         "  --machine M  a machine profile: a bare name (modelcenter list machines) or a path\n"
         "  --json       answer in JSON\n"
         "  --debug      show the traceback of an error\n"
-        "  --help       after a verb: what it takes"
+        "  --help       after a verb: its arguments"
     )
 
 

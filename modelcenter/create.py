@@ -1,4 +1,4 @@
-"""A model from a name: `build` gives it random weights, `load` those of a checkpoint."""
+"""Models from names: `build` gives a model random weights, `load` reads those of a checkpoint."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -65,12 +65,12 @@ def build(
     id2label: Mapping[int, str] | None = None,
     seed: int = 0,
 ) -> Model:
-    """Build a model with random weights. They depend only on `seed` and on the parameters' names, so that every machine gives the
+    """Build a model with random weights. The weights depend only on `seed` and the parameters' names, so every machine gives the
     same ones.
 
     `name`: a preset, or a folder whose config.json gives the shape; its weights, if it has any, are not read. `config`: fields of
     the config to change, such as {"layers": 2}. `task="auto"` is the task that the preset was published for, or that of the class
-    in config.json. The other options are those of `load`. Errors: `InputError` for another name, or options that do not fit the
+    in config.json. The other options are those of `load`. Errors: `InputError` for an unknown name, or options that do not fit the
     family.
     """
     if not isinstance(name, str | PathLike):
@@ -111,21 +111,21 @@ def load(
 ) -> Model:
     """Load a pretrained model, in evaluation mode.
 
-    `name`: a folder, a preset or a hub id. The family is read off config.json. What holds an adapter in peft's format gives the
-    adapter's base model with the adapter on it.
+    `name`: a folder, a preset or a hub id. config.json says which family it is. If it holds an adapter in peft's format, the result
+    is the adapter's base model with the adapter on it.
     `task`: lm, mlm, seq2seq, classify, tag, qa, embed or backbone; auto is the task of the checkpoint's own head. A head that the
     checkpoint does not have gets random weights drawn from `seed`, and `load_report` names them.
     `num_labels`, `id2label`: how many labels a classifier has, or what they are called.
-    `dtype`: fp32, bf16, fp16 or a torch dtype; auto is the dtype of the checkpoint's weights.
+    `dtype`: fp32, bf16, fp16 or a torch dtype; auto keeps the dtype of the checkpoint's weights.
     `device`: where the weights go; "meta" allocates nothing and reads no weights.
-    `machine`: a machine profile or its name. The model is sharded as it says, and each process reads only its own part.
+    `machine`: a machine profile or its name. The model is sharded accordingly, and each process reads only its own part.
     `precision`: see `parallelize`.
     `adapter`: a new adapter to put on the model.
     `config`: fields of the config to change, such as {"dropout": 0.0}.
     `revision`, `local_files_only`: as in huggingface_hub.
-    `family`: the classes that the model may be of; a checkpoint of another one is refused.
-    `put_off`: if given, the weights are not read here: it is called with a function that reads them, to be run later. It has no
-    effect where several ranks read together or an adapter is put on.
+    `family`: the classes that the model may have; a checkpoint of any other is refused.
+    `put_off`: if given, the weights are not read yet: `put_off` is called with a function that reads them, to be run later. It has
+    no effect if several ranks read together, or if an adapter is put on.
 
     Errors: `InputError`, one line that names the file, key or argument that does not fit, and says what to do.
     """
@@ -189,7 +189,7 @@ def load(
 
 
 def warn_of_infinite(model: Model, folder: Folder) -> None:
-    """Name the weights, of this rank's part, that were read from wider ones than fp16 and are infinite in it."""
+    """Warn of weights (in this rank's part) that were stored in a wider dtype than fp16 and became infinite in fp16."""
     if model.dtype != torch.float16 or dtype_of(folder, type(model).ignored) == torch.float16:
         return
     held = {name: local(p)[1] for name, p in model.named_parameters()}
@@ -201,8 +201,8 @@ def warn_of_infinite(model: Model, folder: Folder) -> None:
 
 
 def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int, path: Path) -> dict[str, Lazy]:
-    """The value of each parameter, to be read from the folder or drawn from `seed` later. Sets the model's `load_report`. `path`
-    says how vectors are made of texts."""
+    """The value of each parameter, to be read from the folder or drawn from `seed` later. Sets the model's `load_report`. `path` is
+    the folder that says how texts become vectors."""
     dense: dict[str, Tensor] = {}
     if isinstance(model.head, EmbedHead):
         said = read_modules(path)
@@ -223,8 +223,8 @@ def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int, path
 
 
 def foreign(model: Model, folder: Folder) -> set[str]:
-    """The modules of theirs that a head of this task has and that are another task's in this folder, as `architectures` says: a
-    tagger's and a classifier's may have one name."""
+    """transformers' modules that a head of this task has but that belong to another task in this folder, as `architectures` says: a
+    tagger's and a classifier's modules may have the same name."""
     mine, names = model.tasks[model.task], classes(folder)
     if mine.architecture in names:
         return set()
@@ -259,7 +259,7 @@ def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: d
 
 
 def spoken(model: Model, keys: Keys) -> Names:
-    """The model's names with the prefix that this file has, which may be that of another task's class."""
+    """The model's names with the prefix of this file, which may be that of another task's class."""
     table = model.table
     prefixes = (table.prefix, model.prefix, *(task.prefix for task in model.tasks.values()))
     return next((t for t in (table.under(p) for p in prefixes if p) if not bare(keys, t, model.shapes)), table)

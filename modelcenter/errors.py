@@ -11,14 +11,14 @@ LIMIT = 300  # characters of a message; a hostile file must not fill the termina
 
 
 class InputError(ValueError):
-    """Input that the user can correct. The text is `<file>: <key or byte>: <found>; <wanted>`; `status` is the exit status of a
-    command."""
+    """An error in the input, which the user can correct. The text is `<file>: <key or byte>: <found>; <wanted>`; `status` is the
+    exit status of a command."""
 
     status = 2
 
 
 class LateError(InputError):
-    """Another process did not come in time. Its user may have something to correct, or only to start all processes again."""
+    """Another process did not connect in time. The user may have to correct something, or only to start all processes again."""
 
     status = 75  # sysexits.h: a temporary failure
 

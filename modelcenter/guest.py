@@ -1,4 +1,4 @@
-"""What other people's programs ask of a model by transformers' names: Trainer, accelerate, peft, pipelines."""
+"""What other programs expect of a model under transformers' names: Trainer, accelerate, peft, pipelines."""
 
 import logging
 import warnings
@@ -22,18 +22,19 @@ MET: dict[str, str] = {}  # a class of ours that pipelines have met -> transform
 
 
 def worth_saying(record: logging.LogRecord) -> bool:
-    """Not that a pipeline does not know a class of ours by name, where it knows transformers' own with the same head."""
+    """Filter out a pipeline's message that it does not know one of our classes by name, if it knows transformers' class with the
+    same head."""
     said, rest = record.getMessage(), " is not supported"
     return not any(said.startswith(f"The model '{ours}'{rest}") and f"'{theirs}'" in said for ours, theirs in MET.items())
 
 
 def rows_alone(layer: Any) -> bool:
-    """Whether a layer is one that peft has put around an embedding, or a head tied to it, to train some of its rows."""
+    """Whether a layer is peft's wrapper around an embedding, or around a head tied to it, to train some of its rows."""
     return hasattr(getattr(layer, "token_adapter", layer), "trainable_tokens_delta")
 
 
 class Guest(nn.Module):
-    """The part of a `Model` that is for programs written for transformers: names that they ask for, and things that they change."""
+    """The part of a `Model` that serves programs written for transformers: names that they expect, and things that they change."""
 
     accepts_loss_kwargs = True  # every head divides its summed loss by `num_items_in_batch`
     head: Any
@@ -106,7 +107,8 @@ class Guest(nn.Module):
         return {name: source for name, source in self.shared.items() if source in now and now.get(name) is now[source]}
 
     def check_tied(self) -> None:
-        """Refuse to save what was tied and no longer is: peft, asked to train a head whole, gives it a matrix of its own."""
+        """Refuse to save weights that were tied and no longer are: if peft is asked to train a head in full, it gives it its own
+        matrix."""
         now, shared = dict(self.named_parameters(remove_duplicate=False)), self.shared
         for name in sorted(shared.keys() - self.held().keys()):
             if name in now and shared[name] in now:
@@ -118,8 +120,8 @@ class Guest(nn.Module):
         self.tie()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As for any module (`to`, `half`, `to_empty`), but what was tied stays so: on its way to or from `meta` torch gives each
-        name a parameter of its own."""
+        """As for any module (`to`, `half`, `to_empty`), but tied weights stay tied: when moving to or from `meta` torch would give
+        each name its own parameter."""
         tied = self.held()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch has no types there
         if tied:
@@ -135,7 +137,7 @@ class Guest(nn.Module):
 
     def activation_checkpointing_enable(self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
                                         every_n_layers: int = 1, offload: bool = False) -> None:
-        """Keep only the inputs of blocks and compute the rest again in the backward, as `Machine(recompute="full")` does.
+        """Keep only the inputs of blocks and recompute the rest in the backward, as `Machine(recompute="full")` does.
         Errors: `InputError` for what this cannot do: recompute only some blocks, or keep their inputs on another device."""
         for name, value, only in (("every_n_layers", every_n_layers, 1), ("offload", offload, False)):
             if value != only:
@@ -167,8 +169,8 @@ class Guest(nn.Module):
         return dict(self.shared)
 
     def look(self) -> None:
-        """Warn of two things that go wrong without a word when peft is put on this model: a new head, which peft does not know by
-        name, stays untrained, and an adapter on one of two layers that share a matrix would be merged into both."""
+        """Warn of two things that go wrong silently when peft is put on this model: a new head, which peft does not know by name,
+        stays untrained, and an adapter on one of two layers that share a matrix would be merged into both."""
         report = vars(self).get("load_report")  # a model that was built has none
         drawn = [name for name in (report.new if report is not None else ()) if name.startswith("head.out.")]
         if drawn and not any(p.requires_grad for p in self.head.parameters()):
@@ -198,7 +200,7 @@ class Guest(nn.Module):
     # ---- pipelines
 
     def introduce(self) -> None:
-        """To a pipeline, which goes by the names of classes."""
+        """Make the model known to a pipeline, which goes by the names of classes."""
         MET[type(self).__name__] = self.architecture
         logging.getLogger("transformers.pipelines.base").addFilter(worth_saying)
 

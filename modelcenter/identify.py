@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model's weights are. Where the folder asked for holds an adapter, all but `saved` is about its base."""
+    """Where a model's weights are. If the requested folder holds an adapter, everything but `saved` is about its base."""
 
     name: str | PathLike[str]  # a folder, a preset or a hub id
     path: Path  # the folder that it resolved to
@@ -70,7 +70,7 @@ def find(name: str | PathLike[str], revision: str | None, local_files_only: bool
 
 def described(cls: type[Model], folder: Folder, source: Source, task: str, config: Mapping[str, Any] | None,
               num_labels: int | None, id2label: Mapping[int, str] | None) -> tuple[Any, str]:
-    """The config and the task. The preset, config.json, the adapter's folder and the caller all have a say in them."""
+    """The config and the task, which the preset, config.json, the adapter's folder and the caller all influence."""
     saved = source.saved
     if task == "auto" and source.preset is not None and source.path != Path(source.name):
         task = source.preset.task or task
@@ -95,7 +95,7 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
 
 
 def shape_of(name: str) -> tuple[type[Model], Any, str]:
-    """The family, the config and the task of a preset, or of a folder's config.json; the family's first task if nobody says."""
+    """The family, the config and the task of a preset, or of a folder's config.json; the family's first task if none is given."""
     known, folder = presets(), Path(os.path.expanduser(name))
     if name in known:
         family, preset = known[name]
@@ -127,7 +127,7 @@ def family_of(config: Mapping[str, Any], file: Path, wanted: type[Model] | tuple
 
 
 def classes(folder: Folder) -> list[Any]:
-    """The classes of theirs that config.json says the weights are of."""
+    """transformers' classes to which, according to config.json, the weights belong."""
     return listed(folder.config)
 
 
@@ -137,8 +137,8 @@ def listed(config: Mapping[str, Any]) -> list[Any]:
 
 
 def task_of(family: type[Model], folder: Folder, config: Any) -> str:
-    """The task of the checkpoint's head: vectors of texts if sentence-transformers' files are beside it, what `architectures` says,
-    else the first task whose head is all there."""
+    """The task of the checkpoint's head: embeddings if sentence-transformers' files are beside it, else what `architectures` says,
+    else the first task whose head is complete."""
     if "embed" in family.tasks and embeds(Path(folder.path)):
         return "embed"
     named = {task.architecture: name for name, task in reversed(list(family.tasks.items()))}
@@ -197,8 +197,8 @@ def asked_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def dtype_of(folder: Folder, ignored: Sequence[str]) -> torch.dtype:
-    """The dtype that holds each of the folder's floating-point tensors as it is: of fp16 and bf16 that is fp32. Tensors whose names
-    match `ignored` do not count: masks and frequencies may be stored wider than the weights."""
+    """The dtype that can hold all of the folder's floating-point tensors exactly: for fp16 together with bf16 that is fp32. Tensors
+    whose names match `ignored` do not count: masks and frequencies may be stored wider than the weights."""
     keys = [key for key in folder.keys() if not any(fnmatchcase(key, pattern) for pattern in ignored)]  # noqa: SIM118  # no dict
     kinds = {folder.dtype(key) for key in keys}
     floating = [k for k in kinds if k.is_floating_point and k.itemsize > 1]

@@ -1,4 +1,4 @@
-"""What a family declares: `Model`, its `Preset`s and its `Task`s."""
+"""The base class of all families: `Model`, with its `Preset`s and `Task`s."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -41,7 +41,7 @@ FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
 class Preset:
     """A published model: its hub id (None: no public weights), parameter count, and the config's fields that are not the defaults.
 
-    `task` is what it was published for, if not the family's default task. The count includes that task's head.
+    `task` is the task that it was published for, if not the family's default. The count includes that task's head.
     """
 
     hub: str | None
@@ -62,18 +62,18 @@ class Task:
 
 
 class Model(Guest):
-    """A model of some family, which declares what stands first below; everything else follows from that.
+    """A model of some family. The family declares the class attributes and methods at the top; everything else follows from them.
 
-    `from_pretrained`, `modelcenter.load` and `modelcenter.build` make one, `save_pretrained` writes it, and it is called as
-    transformers' models are (`forward`). `load_report` says what became of each tensor of the files.
+    `from_pretrained`, `modelcenter.load` and `modelcenter.build` make a model, `save_pretrained` writes it, and it is called like
+    transformers' models (`forward`). `load_report` says what became of each tensor of the files.
     """
 
     Config: ClassVar[type[Config]]
     presets: ClassVar[Mapping[str, Preset]]
     tasks: ClassVar[Mapping[str, Task]]
     default_task: ClassVar[str | None] = None  # the task if config.json's `architectures` names no head
-    prefix: ClassVar[str] = ""  # of the backbone's names in files; a bare backbone's file leaves it out
-    aliases: ClassVar[Mapping[str, str]] = {}  # name in files of a copy -> name of the tensor that it repeats
+    prefix: ClassVar[str] = ""  # of the backbone's names in files; the file of a bare backbone omits it
+    aliases: ClassVar[Mapping[str, str]] = {}  # name in files of a duplicate -> name of the tensor that it repeats
     ignored: ClassVar[tuple[str, ...]] = ()  # patterns of names in files that hold nothing to load
     encoder_decoder: bool = False  # also False for the encoder alone
     wide: ClassVar[bool] = False  # activations of the published weights overflow fp16
@@ -142,32 +142,32 @@ class Model(Guest):
     ) -> Output:
         """Run the model. b: batch, s: tokens, t: tokens including those in the cache, n: packed sequences.
 
-        `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 where a token is real. `position_ids` and
-        `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
-        If positions restart at 0 within a row, a causal model takes it for several sequences, unless a mask or a cache is given.
-        `logits_to_keep`: how many of the last tokens get logits, or a tensor of which tokens do.
+        `input_ids` (b s), or `inputs_embeds` (b s dim). `attention_mask` (b t): 1 for real tokens, 0 for padding. `position_ids`
+        and `token_type_ids` (b s); an encoder-decoder also takes `decoder_input_ids` and `decoder_attention_mask`, of the target.
+        If positions restart at 0 within a row, a causal model treats it as several sequences, unless a mask or a cache is given.
+        `logits_to_keep`: how many of the last tokens get logits, or a tensor of the indices of those that do.
 
-        `labels` (b s) as in transformers: -100 is ignored, a causal model shifts them itself; a classifier's are (b), or (b labels)
-        if several may apply at once. For question answering they are (b 2), the first and the last token of each answer, or
-        `start_positions` and `end_positions` (b). The summed loss is divided by `num_items_in_batch`, or else by this batch's
+        `labels` (b s) as in transformers: -100 is ignored, and a causal model shifts them itself. For a classifier they are (b), or
+        (b labels) if several may apply at once; for question answering (b 2), the first and the last token of each answer, or
+        `start_positions` and `end_positions` (b). The summed loss is divided by `num_items_in_batch`, or by default by this batch's
         number of targets.
 
-        Returns an `Output`: `loss` with labels; `logits` (b s vocab) of a language model, (b s labels) of a tagger, (b labels) of a
-        classifier, `start_logits` and `end_logits` (b s), or `embeddings` (b dim); `last_hidden_state` (b s dim). In training with
-        labels `logits` is None, and so is `last_hidden_state` where the head reads only some positions, because the last block then
-        computes no others; `output_hidden_states` asks for all, and for `hidden_states`, those before and after every block.
+        Returns an `Output`: `loss`, if labels are given; `logits` (b s vocab) of a language model, (b s labels) of a tagger,
+        (b labels) of a classifier, `start_logits` and `end_logits` (b s), or `embeddings` (b dim); `last_hidden_state` (b s dim).
+        In training with labels `logits` is None. So is `last_hidden_state` if the head reads only some positions, because the last
+        block then computes no others. `output_hidden_states` returns it whole, and `hidden_states`, those before and after every
+        block.
 
-        Packed sequences come as one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
+        Packed sequences are one row with `cu_seq_lens_q` and `cu_seq_lens_k` (n + 1 cumulative lengths; in an encoder-decoder q
         counts the target, k the source); `max_length_q` and `max_length_k` are upper bounds of their lengths.
-        `target_places` (int64 indices into the flattened labels) includes all positions with a label; with it a head need not wait
-        for the device to find them.
+        `target_places` (int64 indices into the flattened labels) must include all positions with a label; it saves the head from
+        waiting for the device to find them.
 
-        `past_key_values` holds the tokens seen so far; `use_cache` creates one for the next forward. Where config.json says
-        `"prefix_lm": true`, what stands before the first word to be predicted is read in both directions; without such labels and a
-        cache, everything is.
+        `past_key_values` holds the tokens seen so far; `use_cache` creates one for the next forward. If config.json says
+        `"prefix_lm": true`, the tokens before the first label attend in both directions; without labels and a cache, all tokens do.
 
-        Errors: `InputError` for arguments that do not fit each other or the model, and for those of transformers that cannot be
-        honoured: `output_attentions`, `return_dict=False`, and what else has a value (`others`).
+        Errors: `InputError` for arguments that do not fit each other or the model, and for arguments of transformers that are not
+        supported: `output_attentions`, `return_dict=False`, and any in `others` that has a value.
         """
         if cu_seq_lens_q is not None or position_ids is not None:
             others.pop("seq_idx", None)  # transformers' collator says in three ways where packed sequences begin
@@ -254,9 +254,9 @@ class Model(Guest):
         return torch.stack((start.flatten(), end.flatten()), 1)
 
     def check_sizes(self, batch: Batch) -> None:
-        """Refuse labels that the head's loss has no use for, and more tokens than the table of positions has rows: on a GPU an
-        index beyond it ends the process. In a graph that is compiled or exported the number of tokens is not compared, because
-        the graph would then hold for that range alone."""
+        """Refuse labels that the head's loss cannot use, and more tokens than the table of positions has rows: on a GPU an index
+        beyond it ends the process. When a graph is compiled or exported the number of tokens is not compared, because the graph
+        would then be valid for that range only."""
         if batch.labels is not None and self.task == "backbone" and not self.encoder_decoder:  # there they make the decoder's ids
             refuse(None, "labels", "with the task 'backbone', which has no loss", f"another task: {', '.join(self.tasks)}")
         if batch.labels is not None:
@@ -273,7 +273,7 @@ class Model(Guest):
         return {n: s for n, s in self.tied(self.config).items() if self.scores or not n.startswith("head.")}
 
     def tie(self) -> None:
-        """Make each tied parameter one with the parameter that it shares."""
+        """Make each tied parameter the same object as the one that it shares."""
         for name, source in self.shared.items():
             module, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(module), leaf, self.get_parameter(source))
@@ -295,7 +295,7 @@ class Model(Guest):
     @arguments(LOAD)
     def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
         """Load a model of this family from a folder, a preset or a hub id. The options are those of `modelcenter.load`: `task`,
-        `dtype`, `device`, `machine`, `adapter`, `config`, `num_labels`, `revision` ... (`help(modelcenter.load)`).
+        `dtype`, `device`, `machine`, `adapter`, `config`, `num_labels`, `revision` ... (see `help(modelcenter.load)`).
 
         Called on a subclass of a family, it returns an instance of that subclass. Errors: `InputError`, also for a checkpoint of
         another family."""
@@ -321,8 +321,8 @@ class Model(Guest):
     generate = generate_tokens  # type: ignore[has-type, unused-ignore]  # in an import cycle mypy meets it with or without its type
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As for any module, and each process of a sharded model takes its part of what is whole. A dictionary with transformers'
-        names is refused in one line, where torch would list them all."""
+        """As for any module; if the model is sharded, each process takes its part of whole tensors. A dictionary with transformers'
+        names is refused with one line, where torch would list them all."""
         if not isinstance(state_dict, Mapping):
             refuse(None, "state_dict", f"a {type(state_dict).__name__}", "what state_dict() gives; a folder is for mc.load")
         if not state_dict.keys() & self.shapes.keys():  # strict or not, nothing would be loaded
@@ -338,7 +338,7 @@ class Model(Guest):
 
     def resize_token_embeddings(self, vocab: int, pad_to_multiple_of: int | None = None, *, seed: int = 0) -> nn.Embedding:
         """Grow or shrink the vocabulary to `vocab` words, rounded up to a multiple of `pad_to_multiple_of` if that is given. New
-        rows are drawn from `seed` as a new model's are; the others keep their values. Errors: `InputError` for a size below 1."""
+        rows are drawn from `seed` as in a new model; the others keep their values. Errors: `InputError` for a size below 1."""
         for name, number in (("vocab", vocab), ("pad_to_multiple_of", 1 if pad_to_multiple_of is None else pad_to_multiple_of)):
             if type(number) is not int or number < 1:
                 refuse(None, f"resize_token_embeddings({name})", repr(number), "a whole number, 1 or more")
@@ -347,8 +347,8 @@ class Model(Guest):
         return self.get_input_embeddings()
 
     def freeze(self, *patterns: str) -> list[str]:
-        """Freeze the parameters whose names match one of the patterns, such as `embed.*`; our names and transformers' are both
-        understood. Returns our names of what was frozen. Errors: `InputError` for a pattern that matches no parameter."""
+        """Freeze the parameters whose names match one of the patterns, such as `embed.*`; our names and transformers' both work.
+        Returns our names of the frozen parameters. Errors: `InputError` for a pattern that matches no parameter."""
         names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.shapes}
         names |= {entry.theirs: entry.ours for entry in self.table.entries(self.shapes, bare=self.bare)}
         frozen: list[str] = []
@@ -365,8 +365,8 @@ class Model(Guest):
 
 
 def by_name(init: Callable[..., None]) -> Callable[..., None]:
-    """The `__init__` of a family for `skeleton` alone, which has storage, head and values to come. Who calls a class with a config,
-    its fields or nothing is told what makes a model."""
+    """Reserve the `__init__` of a family for `skeleton`, which adds the head and later storage and values. Anyone else who calls
+    the class gets an error that says how to make a model."""
 
     @wraps(init)
     def construct(self: Model, *config: Any, **fields: Any) -> None:
@@ -380,7 +380,7 @@ def by_name(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def register(cls: M) -> M:
-    """Make a family known under its model_type. A class without a docstring gets that of its file."""
+    """Register a family under its model_type. A class without a docstring gets that of its file."""
     cls.__doc__ = cls.__doc__ or sys.modules[cls.__module__].__doc__
     cls.Config.__doc__ = f"The config of {cls.__name__}: its defaults are the base size, `file` holds config.json's other keys."
     FAMILIES[cls.Config.hf.model_type] = cls

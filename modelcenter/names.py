@@ -20,7 +20,7 @@ Region = tuple[slice, ...]  # one slice with start and stop for every dimension
 
 
 class Lazy(Protocol):
-    """A tensor that is elsewhere, and is read region by region."""
+    """A tensor that is stored elsewhere, and is read region by region."""
 
     @property
     def shape(self) -> Shape: ...
@@ -32,8 +32,8 @@ def everything(shape: Shape) -> Region:
 
 
 class Part(NamedTuple):
-    """Where some of the elements asked for are stored: in `region` of `source`, transposed if `turned`. The first of them is the
-    element `at` of what was asked for."""
+    """Where some of the requested elements are stored: in `region` of `source`, transposed if `turned`. The first of them is the
+    element `at` of the request."""
 
     source: Lazy
     region: Region
@@ -50,7 +50,7 @@ def trace(tensor: Lazy, region: Region) -> Iterator[Part]:
 
 
 class View:
-    """A tensor that is stored as parts of others."""
+    """A tensor that is stored as parts of other tensors."""
 
     @property
     def shape(self) -> Shape:
@@ -130,11 +130,11 @@ class HeadRows(View):
 
 
 class Split:
-    """Their rows are those of ours, one after another."""
+    """Their tensor stacks the rows of ours, one after another."""
 
     @property
     def rows(self) -> "Split":
-        """The same of a matrix that is stored (out, in) whatever the verb says of their weight, as an adapter's are."""
+        """The same for a matrix that is stored as (out, in) whatever the verb says about their weight, like those of adapters."""
         return self
 
     def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
@@ -170,7 +170,7 @@ class Transpose(Split):
 
 @dataclass(frozen=True)
 class PerHead(Split):
-    """For each head, their rows hold a group of rows of each of ours in turn."""
+    """Their tensor interleaves ours head by head: for each head it holds a group of rows from each of ours in turn."""
 
     heads: int
 
@@ -194,7 +194,7 @@ class Entry(NamedTuple):
 
 
 class Names:
-    """The table of one model: `rows` as above. `prefix` is what a bare backbone's file leaves out of their names."""
+    """The table of one model: `rows` as above. `prefix` is the part of their names that the file of a bare backbone omits."""
 
     def __init__(self, rows: Iterable[Row], prefix: str = ""):
         self.rows = [
@@ -222,7 +222,7 @@ class Names:
                     yield Entry(theirs.removeprefix(self.prefix) if bare else theirs, parts, row.verb)
 
     def load(self, theirs: Callable[[str], Lazy], ours: Mapping[str, Shape], *, bare: bool = False) -> dict[str, Lazy]:
-        """Their tensors by our names and in our layout; nothing is read yet."""
+        """Their tensors under our names and in our layout; nothing is read yet."""
         out: dict[str, Lazy] = {}
         for entry in self.entries(ours, bare=bare):
             parts = entry.verb.parts(theirs(entry.theirs), [ours[name] for name in entry.ours])

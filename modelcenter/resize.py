@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def resize(model: "Model", vocab: int, seed: int) -> None:
-    """Do what `Model.resize_token_embeddings` promises. Of a model on the meta device only the shapes change."""
+    """Implements `Model.resize_token_embeddings`. For a model on the meta device only the shapes change."""
     if vocab == model.config.vocab:
         return  # or an adapter's folder would hold, and train, what is the base's
     if any(type(p) not in PLAIN for p in model.parameters()):

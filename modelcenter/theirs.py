@@ -345,7 +345,7 @@ FIELDS = {  # fields of a config of ModelCenter, by ours
 
 
 def spoken_of(name: str) -> str | None:
-    """What there is here for a name of others' packages."""
+    """What to use here for a name from another package."""
     return next((ours for pattern, ours in MODULE.items() if fnmatchcase(name, pattern)), None)
 
 
@@ -355,15 +355,14 @@ def within(section: str) -> dict[str, str]:
 
 
 def refuse_argument(call: str, name: str, theirs: Mapping[str, str], known: Iterable[str]) -> NoReturn:
-    """Refuse an argument that `call` does not take, and say what does the same, or the nearest of those that it takes."""
+    """Refuse an argument that `call` does not take, and say what does the same, or which of its arguments is nearest."""
     refuse(None, f"{call}({name})", "no such argument", theirs.get(name) or nearest(name, known))
 
 
 def arguments(theirs: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function refuse, in that way, every argument that it does not take, those without a name that it takes by name alone
-    (BMTrain's load takes a model and a file), and to be called without one that it must have. An argument of `SAME` it takes under
-    that name too. What asks for nothing it passes over: an argument of theirs that is None, False, or True where it is always
-    so."""
+    """Make a function refuse, in that way, every argument that it does not take, positional ones that it takes only by name
+    (BMTrain's load takes a model and a file), and calls without a required one. It accepts the arguments in `SAME` under that name
+    too. It ignores arguments of other packages that ask for nothing: None, False, or True where this is always so."""
 
     def nothing(name: str, value: object) -> bool:
         said = theirs.get(name)

@@ -190,12 +190,12 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
 
 HEAD = """# What combines on several ranks
 
-`=`: a tiny GPT has the losses and weights of one process, to rounding. Blank: both set the same key. `python tests/pairs.py` writes
-this table; tests try every pair again with gloo, and with NCCL (on four H200s, 2026-11-28).
+`=`: with both, a tiny GPT has the losses and weights of one process, up to rounding. Blank: both set the same key.
+`python tests/pairs.py` writes this table; tests try every pair again with gloo, and with NCCL (on four H200s, 2026-11-28).
 
-Sizes must divide, or are refused by name: attention heads by tensor_parallel, and the columns of QLoRA's 4-bit weights by 64 times
-the ranks that cut them. Of three at once one is refused: compile with recompute=full under tensor_parallel, whose backward torch's
-compiler fails to make.
+Sizes that do not divide are refused by name: attention heads must be divisible by tensor_parallel, and the columns of QLoRA's 4-bit
+weights by 64 times the ranks that split them. One combination of three is refused: compile with recompute=full under
+tensor_parallel, because torch's compiler fails on its backward.
 
 """
 NUMBERS = "A number: refused before a weight is allocated, with the text below.\n\n"

@@ -1,9 +1,8 @@
-"""Put an adapter on a model: which layers it is for, what is frozen, where its first values come from.
+"""Put an adapter on a model: which layers get one, what is frozen, and where the first values come from.
 
-Layers are named by the end of their name, as in peft, either as the model names them (attn.q) or as Hugging Face's class does
-(c_attn); the table of names relates the two. Hugging Face may hold as one matrix what are several here (q, k and v). An adapter
-that is named their way has one `a` for all of these, so that it is the same adapter as theirs in training too. Named our way, each
-layer has its own.
+Layers are selected by the end of their name, as in peft, either by our name (attn.q) or by that of Hugging Face's class (c_attn);
+the table of names relates the two. Hugging Face may hold several of our layers (q, k and v) as one matrix. If that matrix is named,
+these layers share one `a`, so that in training, too, the adapter equals peft's. If our layers are named, each has its own `a`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +34,8 @@ LABELLED = ("classify", "tag", "qa")  # tasks whose head no checkpoint of the fa
 
 @dataclass(frozen=True)
 class Site:
-    """A matrix that an adapter can be for: the name of their layer, the names of ours that it holds, and how its rows are divided
-    among them."""
+    """A matrix that can have an adapter: the name of Hugging Face's layer, the names of our layers that it holds, and how its rows
+    are divided among them."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -58,8 +57,8 @@ class Place:
 def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Model":
     """Freeze `model`, put a new adapter on it in place, and return it. A new adapter changes no output.
 
-    Its weights are drawn from `seed` and their names. Errors: `InputError` for what is no `AdapterConfig`, for targets that match
-    no layer, and for a model that is already sharded, because every process would draw another adapter.
+    Its weights are drawn from `seed` and their names. Errors: `InputError` for anything but an `AdapterConfig`, for targets that
+    match no layer, and for a model that is already sharded, because each process would draw a different adapter.
     """
     check_config(config)
     if config.name == "none":
@@ -152,8 +151,8 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
 
 
 def check_base(model: "Model") -> None:
-    """Refuse a base that computes something else than its config.json says: an adapter's folder names its base, and no more of it.
-    Rates of dropout count in training alone."""
+    """Refuse a base that computes something else than its config.json says: an adapter's folder names its base, but records no
+    changes to it. Dropout rates are allowed to differ, because they matter only in training."""
     config: Any = model.config
     before = type(config).from_dict(config.file) if config.file else config
     # what an adapter's folder holds, or the tensors of the base say
@@ -165,8 +164,8 @@ def check_base(model: "Model") -> None:
 
 
 def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
-    """The parameters that are trained and saved as they are, besides the adapter: those of the modules that the config names, of a
-    new head, and of a classifier."""
+    """The parameters that are trained and saved in full besides the adapter: those of the modules that the config names, of a new
+    head, and of a classifier."""
     tied, new = set(model.shared.values()), set(model.load_report.new)
     new = new if len(new) < len(model.shapes) else set()  # of a model built at random no part is newer than another
     head = [n for n in model.shapes if n in new or (model.task in LABELLED and n.startswith("head.out."))]
@@ -203,8 +202,8 @@ def first_values(model: nn.Module, seed: int) -> dict[str, Lazy]:
 
 @torch.no_grad()
 def measure(model: nn.Module) -> None:
-    """Set every magnitude to the lengths of the base's rows, where DoRA begins. Magnitudes over quantised weights have theirs from
-    `first_values`."""
+    """Set every magnitude to the lengths of the base's rows, from which DoRA starts. Magnitudes over quantised weights get theirs
+    from `first_values`."""
     for layer in adapted(model).values():
         if layer.magnitude is not None and isinstance(layer.base, Linear):
             lengths: Any = torch.linalg.vector_norm(layer.base.weight.to(layer.magnitude.dtype), dim=1)
@@ -218,8 +217,8 @@ def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], grou
 
 
 def merge_adapter(model: "Model") -> "Model":
-    """Add every adapter to the weights beneath it, in place and in their dtype, and return `model`. Quantised layers become plain
-    ones first. Errors: `InputError` for a model that has no adapter, or is sharded."""
+    """Merge every adapter into the weights beneath it, in place and in their dtype, and return `model`. Quantised layers become
+    plain ones first. Errors: `InputError` for a model that has no adapter, or is sharded."""
     if model.adapter is None:
         refuse(None, "adapter", "the model has none", "a model with one: mc.load of the adapter's folder")
     if any(type(p) not in PLAIN for p in model.parameters()):

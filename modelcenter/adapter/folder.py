@@ -1,9 +1,10 @@
 """peft's format of an adapter: `adapter_model.safetensors` and `adapter_config.json`; save.py writes it, read.py reads it.
 
-A tensor's name is `base_model.model.`, the name of their layer, and what it is. Where they hold one matrix and we several, the
-translation is exact in both directions. Their `b` consists of the rows of our parts. If each of ours has its own `a`, their `a` is
-all of them stacked, and each part's rows of `b` are zero in the columns of the others. A config.json stands beside the two files,
-for what peft has no place for: the task, the names of its classes, and the direction in which the model reads.
+A tensor's name is `base_model.model.`, the name of Hugging Face's layer, and the kind of tensor. Where Hugging Face has one matrix
+and we have several, the translation is exact in both directions: their `b` consists of the rows of our parts. If each of our parts
+has its own `a`, their `a` stacks all of them, and each part's rows of `b` are zero in the columns of the others. A config.json
+beside the two files holds what peft has no place for: the task, the names of its classes, and the direction in which the model
+reads.
 """
 
 import os
@@ -28,8 +29,8 @@ def is_adapter(folder: str | os.PathLike[str]) -> bool:
 
 
 def copies(model: "Model", entry: Entry) -> list[str]:
-    """Their names of other tensors that repeat the entry's in this model: for an embedding the head, if it is tied, and the tables
-    of an encoder-decoder's stacks."""
+    """Hugging Face's names of other tensors that repeat this entry's: for an embedding the head, if it is tied, and the tables of
+    an encoder-decoder's stacks."""
     own = {e.theirs for e in model.table.entries(model.shapes, bare=model.bare)}
     tied = not set(model.shared.values()).isdisjoint(entry.ours)
     there = [alias for alias, of in model.aliases.items() if of == entry.theirs and alias not in own]

@@ -59,7 +59,7 @@ class Saved:
 
     @property
     def beside_it(self) -> dict[str, Any]:
-        """The config.json beside the adapter; empty where there is none. How its base was held in training is no matter here."""
+        """The config.json beside the adapter; empty if there is none. How its base was stored in training does not matter here."""
         file = self.folder / "config.json"
         said = read_json(file) if file.is_file() else {}
         if not isinstance(said, dict):
@@ -99,7 +99,7 @@ class Saved:
         return {key: self.beside_it[key] for key in SETTLED if key in self.beside_it}
 
     def spoken(self, model: "Model") -> "Saved":
-        """The same by the names that the model's task has: those of a backbone have another prefix, or none, in another class."""
+        """The same with the names of the model's task: those of a backbone have another prefix, or none, in another class."""
         prefixes = tuple(p for p in (model.prefix, *(task.prefix for task in model.tasks.values())) if p)
         known = {e.theirs.rpartition(".")[0] for e in model.table.entries(model.shapes, bare=model.bare)}
         written, names = dict[str, str](), dict[str, str]()
@@ -140,7 +140,7 @@ class Saved:
         return out
 
     def repeats(self, model: "Model", key: str) -> bool:
-        """Whether a tensor is a copy of the one that the model has for both: what peft writes of an embedding that is the head."""
+        """Whether a tensor duplicates one that the model shares: peft writes a tied embedding and head twice."""
         source = self.tensors.get(model.aliases.get(key, ""))
         return key in self.tensors and source is not None and torch.equal(self.tensors[key], source)
 
@@ -156,7 +156,8 @@ class Saved:
         return None
 
     def beside(self, model: "Model", e: Entry) -> bool:
-        """Whether a tensor is there only because the base has other words or an adapter stands on it, and is not trained."""
+        """Whether a tensor is in the folder only because the base's vocabulary differs or an adapter is on it, and is not
+        trained."""
         resized = not model.resized.isdisjoint(e.ours) and not any(ends(e.theirs.rpartition(".")[0], name) for name in self.named)
         return resized or e.theirs in self.frozen
 

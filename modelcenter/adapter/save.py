@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def save_adapter(model: "Model", folder: Path) -> None:
     """Write the model's adapter, what is trained besides it, and the companions; peft opens the folder on transformers' model.
 
-    On a mesh every rank gathers and the first one writes; all return when it has. Errors: `InputError`.
+    On a mesh every rank gathers and the first one writes; all return when it is done. Errors: `InputError`.
     """
     config = model.adapter
     assert config is not None
@@ -74,7 +74,8 @@ def low_rank(model: "Model") -> tuple[dict[str, Tensor], dict[str, tuple[int, fl
 
 
 def whole_tensors(model: "Model") -> tuple[dict[str, Tensor], list[str]]:
-    """What is trained whole or has other words than the base: its tensors by their names, and the modules that are trained."""
+    """What is trained in full, or has another vocabulary than the base: its tensors by Hugging Face's names, and the trained
+    modules."""
     now = current_names(model)
     here = {name: model.get_parameter(now[name]) for name in model.shapes if name in now}
     changed = {name for name, p in here.items() if p.requires_grad or name in model.resized}
@@ -137,7 +138,7 @@ def joined(model: "Model", site: Site, layers: Mapping[str, Adapted]) -> tuple[T
 
 
 def lengths(weight: Any, rows: int) -> Tensor:
-    """The lengths (rows) of the rows of a weight, of which this rank may have some: those of codes, which are cut in the order of
+    """The lengths (rows) of all rows of a weight, of which this rank may hold only some: of codes, which are split in the order of
     the tensor-parallel ranks, or of a DTensor."""
     found = whole(torch.linalg.vector_norm(weight, dim=1))
     if len(found) == rows:

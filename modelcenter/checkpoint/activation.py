@@ -1,4 +1,4 @@
-"""The activations of config.json, by transformers' names. Of several names for one the first is written."""
+"""The activations in config.json, by transformers' names. If an activation has several names, the first is written."""
 
 from .. import ops
 from ..ops import Op

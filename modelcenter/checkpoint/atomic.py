@@ -52,9 +52,9 @@ def write_new(path: str | os.PathLike[str], chunks: Iterable[Bytes]) -> int:
 
 
 def atomic_write(path: str | os.PathLike[str], data: Bytes) -> None:
-    """Make `path` hold `data`: a reader, or a crash, sees the old content or the new and nothing between.
+    """Replace the content of `path` by `data`: a reader, or a crash, sees the old content or the new and nothing in between.
 
-    A symbolic link is followed. Errors: `InputError` with the system's reason; the old file is then as it was.
+    A symbolic link is followed. Errors: `InputError` with the system's reason; the old file is then unchanged.
     """
     path = Path(path).resolve()
     temp = hidden(path)
@@ -70,7 +70,8 @@ def atomic_write(path: str | os.PathLike[str], data: Bytes) -> None:
 
 
 def sweep_files(folder: str | os.PathLike[str]) -> None:
-    """Remove what `atomic_write` left in `folder` where it was killed. For who alone writes there: a living writer misses it."""
+    """Remove what killed calls of `atomic_write` left in `folder`. Only for the sole writer there: it would remove a live writer's
+    file."""
     for path in Path(folder).glob(".tmp-*"):
         if HIDDEN.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):
@@ -81,8 +82,8 @@ def sweep_files(folder: str | os.PathLike[str]) -> None:
 def staging(final: str | os.PathLike[str]) -> Iterator[Path]:
     """A new empty folder `.tmp-<name>-<nonce>` beside `final`, to be committed inside the `with`.
 
-    Whatever is left under its name at the end is removed, on success and on any error; parents made for it too, if it
-    fails. What a killed process left for the same name is swept first: a living one holds a lock on its folder.
+    Whatever is left under its name at the end is removed, on success and on any error; so are parents created for it, if it fails.
+    What a killed process left for the same name is removed first: a live process holds a lock on its folder.
     Errors: `InputError` instead of `OSError`.
     """
     final = Path(final).resolve()
@@ -249,7 +250,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names atomically; False where the system or the file system cannot."""
+    """Swap two names atomically; False if the system or the file system cannot."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False

@@ -1,6 +1,6 @@
-"""config.json, read and written by one table of keys.
+"""Reads and writes config.json by one table of keys.
 
-What a family does not model is carried and written back as it came; what it cannot honour is refused by name.
+Keys that a family does not model are kept and written back unchanged; values that it cannot honour are refused by name.
 """
 
 import json
@@ -43,7 +43,7 @@ class Key:
 
 
 def choice(name: str, field: str, values: Mapping[str, Any], **also: Mapping[str, Any]) -> dict[str, Key]:
-    """A key whose value is one of a few words, each of which stands for a mechanism of ours. If several words mean the same
+    """A key whose value is one of a few words, each of which selects one of our mechanisms. If several words mean the same
     mechanism, the first is written.
 
     `also` names further keys whose values follow from the word; a file in which they differ is refused.
@@ -87,7 +87,7 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every family's frozen config has beside its own fields."""
+    """What every family's frozen config has in addition to its own fields."""
 
     labels: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a classification or tagging head
     file: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # the config.json it came from
@@ -130,14 +130,15 @@ class Config:
             refuse("config.json", "num_labels", "1, which means a regression", wanted)
 
     def numbers(self) -> None:
-        """Refuse to train a classifier on labels that are numbers where transformers would compute another loss of them."""
+        """Refuse to train a classifier on labels that are numbers if transformers would compute a different loss for them."""
         kind, several = self.file.get("problem_type"), self.num_labels > 1
         if kind not in (None, "multi_label_classification" if several else "regression"):
             found = f"{kind!r} with {self.num_labels} labels, each a number"
             refuse("config.json", "problem_type", found, "regression of one label, or multi_label_classification of several")
 
     def to_dict(self) -> dict[str, Any]:
-        """The Hugging Face config. It says whether the head is tied, which a file may leave to the class: peft asks."""
+        """The Hugging Face config. It says whether the head is tied, which a file may leave to the class, because peft looks
+        there."""
         out, tied = write(self), vars(self).get("tie", self.hf.fixed.get("tie_word_embeddings"))
         if tied is not None:
             out.setdefault("tie_word_embeddings", tied)
@@ -187,10 +188,10 @@ class Config:
 
 
 def unchanging(config: Config, name: str, value: Any) -> None:
-    """What happens when a field of a config, or a key of config.json, is assigned: an error that says what to do instead, which
+    """Called when a field of a config, or a key of config.json, is assigned: raises an error that says what to do instead, which
     dataclasses' own does not.
 
-    Ids of special tokens may be assigned, because they change nothing that is computed and are what a tokenizer says: they are then
+    Ids of special tokens may be assigned, because they do not change what is computed and come from the tokenizer: they are then
     read and saved as if the file had them. So may `use_cache = False`, which Trainer sets, and any value that a key already has
     (peft sets `pretraining_tp = 1`).
     """
@@ -340,7 +341,7 @@ def rows(config: Config | type[Config]) -> Iterator[tuple[str, str]]:
 
 
 def meant(cls: type[Config], name: str) -> str:
-    """The field that a key of config.json, or a field of a config of ModelCenter, is here; `name` itself where there is none."""
+    """Our field for a key of config.json, or for a field of ModelCenter's configs; `name` itself if there is none."""
     keys = {key: now for spelled, now in rows(cls) for key in spelled.split("|")}
     return keys.get(name) or FIELDS.get(name, name)
 
@@ -372,7 +373,7 @@ def changed(config: C, changes: Mapping[str, Any]) -> C:
 
 
 def spoken(config: Config, field: str, value: Any) -> Any:
-    """The mechanism that `value` means in this family's config.json (`config.act=gelu`), or a refusal."""
+    """The mechanism that `value` means in this family's config.json (`config.act=gelu`); an unknown value is refused."""
     for key, target in config.hf.keys.items():
         if isinstance(target, Key) and target.field == field and target.known:
             if isinstance(value, str) and value in target.known:

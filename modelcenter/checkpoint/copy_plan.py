@@ -1,10 +1,10 @@
-"""The copy plan: which rows of which stored tensors each rank reads or writes, and which parts of them belong to whom.
+"""The copy plan: which rows of which stored tensors each rank reads or writes, and which rank each part of them belongs to.
 
-A stored tensor is cut into runs of whole rows, which are runs of bytes of its file. Each run belongs to one rank. That rank reads
-it in one piece, and passes to each rank the block that belongs to that rank's part of a parameter. When a folder is written, it
-puts the run together out of such blocks. So every byte of a file is touched once, in long pieces, however the parameters are
-divided: along rows, along columns, head by head, transposed. Nothing here reads, sends or knows of devices. Ranks that plan from
-the same tables plan the same.
+A stored tensor is cut into runs of whole rows, which are contiguous bytes of its file. Each run is assigned to one rank. That rank
+reads it in one piece, and passes to each rank the block that belongs to that rank's part of a parameter. When a folder is written,
+it assembles the run from such blocks. So every byte of a file is touched once, in long pieces, however the parameters are sharded:
+along rows, along columns, head by head, transposed. Nothing here reads, sends or knows about devices. Ranks that plan from the same
+tables get the same plan.
 """
 
 import math
@@ -30,7 +30,7 @@ class Stored(Protocol):
 
 
 class Want(NamedTuple):
-    """`region` of a stored tensor is `place` of a rank's part of the parameter `name`, transposed if `turned`."""
+    """`region` of a stored tensor belongs at `place` in a rank's part of the parameter `name`, transposed if `turned`."""
 
     name: str
     region: Region
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 
 class Block(NamedTuple):
-    """`region` of a run's rows, which is `place` of a rank's part of a parameter, transposed if `turned`."""
+    """`region` of a run's rows, which belongs at `place` in a rank's part of a parameter, transposed if `turned`."""
 
     run: Run
     region: Region
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The stored tensors in the order of their files, and what each rank wants of each of them."""
+    """The stored tensors in the order of their files, and which part of each tensor each rank needs."""
 
     sources: Sequence[Stored]
     wants: Sequence[Mapping[int, Sequence[Want]]]  # by rank: the number of a source -> wants
@@ -107,7 +107,7 @@ class Plan:
             yield turn
 
     def spans(self, number: int) -> list[tuple[int, int]]:
-        """The rows of a source that anybody wants, as (start, stop) without overlap."""
+        """The rows of a source that any rank needs, as (start, stop) without overlap."""
         found: list[tuple[int, int]] = []
         for start, stop in sorted({rows_of(want.region) for wants in self.wants for want in wants.get(number, ())}):
             if found and start <= found[-1][1]:
@@ -117,7 +117,7 @@ class Plan:
         return found
 
     def blocks(self, runs: Sequence[Run], rank: int) -> Iterator[Block]:
-        """What `rank` wants of `runs`, in one order for whoever asks."""
+        """What `rank` needs from `runs`, in an order that is the same for every caller."""
         for run in runs:
             for want in self.wants[rank].get(self.numbers[id(run.source)], ()):
                 first, last = rows_of(want.region)

@@ -1,4 +1,4 @@
-"""A download from the hub: what it costs is said first, and files that are not what the hub lists are removed.
+"""Downloads from the hub: the size is announced first, and files that differ from what the hub lists are removed.
 
 It takes one copy of the weights (safetensors before .bin, never both) with the tokenizer and configuration files. The weights are
 fetched last, so that a cache that holds all the weights holds everything.
@@ -61,7 +61,7 @@ class Listing:
 
 
 def download(name: str, repo: str, revision: str | None) -> Path:
-    """Ask the hub, say what a download costs, then fetch what the cache lacks."""
+    """Ask the hub, announce the size of the download, then fetch what the cache lacks."""
     from huggingface_hub import constants
 
     listing = look_up(name, repo, revision)
@@ -77,8 +77,8 @@ def download(name: str, repo: str, revision: str | None) -> Path:
 
 
 def remember(listing: Listing) -> None:
-    """Tell the cache which commit the branch is, so that a run without the hub finds it: only now that all of it is there, because
-    until then the copy before it is the one to take."""
+    """Record in the cache which commit the branch is, so that a run without the hub finds it. This happens only when the download
+    is complete, because until then the previous copy is the one to use."""
     revision = listing.revision or "main"
     if revision != listing.folder.name:
         file = listing.folder.parent.parent / "refs" / revision
@@ -122,7 +122,7 @@ def look_up(name: str, repo: str, revision: str | None) -> Listing:
 
 
 def of_modules(content: Any) -> set[str]:
-    """The files that the modules in modules.json may have; none for what is no list of modules, which loading refuses."""
+    """The files that the modules in modules.json may have; none if it is not a list of modules, which loading then refuses."""
     rows = [row for row in content if isinstance(row, dict)] if isinstance(content, list) else []
     found = [(str(row.get("type")).rpartition(".")[2], str(row.get("path"))) for row in rows]
     return {f"{place}/{file}" for kind, place in found for file in MODULES.get(kind, ())}
@@ -208,8 +208,8 @@ def parameters(total: object, config: Any, heavy: int) -> int:
 
 
 def left_over(folder: Path) -> tuple[int, Path]:
-    """The bytes, and the names, of downloads to this cache that were killed. None of them is resumed, because each has a name of
-    its own."""
+    """The bytes, and the names, of downloads to this cache that were killed. None of them is resumed, because each has a unique
+    name."""
     blobs = folder.parent.parent / "blobs"
     size = 0
     for path in blobs.glob("*.????????.incomplete"):
@@ -225,8 +225,8 @@ def existing(path: Path) -> Path:
 
 
 def bar(**fixed: Any) -> Any:
-    """The client's bar, of which each move is progress: ranks that see none for long take the run to stand still. `fixed` are
-    options that the client does not decide: of a few small files, which may all be here already, none is drawn."""
+    """The client's progress bar. Each move counts as progress for the watchdog of the ranks. `fixed` are options that override the
+    client's: for a few small files, which may all be cached already, no bar is drawn."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # its module has the same name, and mypy sees that
 
     class Bar(tqdm):

@@ -1,9 +1,9 @@
-"""Carries the copy plan out: files are read into the parts of parameters that ranks hold, and written from them.
+"""Executes the copy plan: reads files into the parts of parameters that ranks hold, and writes files from them.
 
-Each rank reads its runs (`intake.py`). The rest happens where the parameters are: blocks are cut out, sent in one all-to-all for
-one turn or a few (`group.py`), and transposed and cast as they are put into their places. GPUs of a node that reach each other's
-memory send nothing: each fetches its blocks out of the others' buffers. A single rank does the same without sending. Writing is all
-of that backwards.
+Each rank reads its runs (`intake.py`). The rest happens on the device of the parameters: blocks are cut out, sent in one all-to-all
+for one turn or a few (`group.py`), and transposed and cast while they are copied into place. GPUs of a node that can access each
+other's memory send nothing: each fetches its blocks from the others' buffers. A single rank does the same without sending. Writing
+is the same in reverse.
 """
 
 import errno
@@ -32,14 +32,14 @@ ROOM = 2**33  # bytes of a rank's buffers on an accelerator, if it has twice as 
 
 
 def stored(source: Lazy) -> bool:
-    """Whether all of a parameter's values come out of files."""
+    """Whether all of a parameter's values come from files."""
     return all(isinstance(part.source, FileSlice | BinSlice) for part in trace(source, everything(source.shape)))
 
 
 def set_out(sources: Mapping[str, Lazy], device: torch.device, share: int) -> Intake | None:
     """Begin to read what the ranks of one node will need, before it is known which of them holds what: together they hold
     everything. None with several nodes, whose ranks need only parts. `share`: the bytes that this rank's parameters will take. All
-    ranks call it, and communicate nothing else meanwhile."""
+    ranks must call it, and communicate nothing else meanwhile."""
     group = neighbours()
     wholes = {name: everything(source.shape) for name, source in sources.items() if stored(source)}
     if group.size < dist.get_world_size() or not wholes:
@@ -57,9 +57,9 @@ def set_out(sources: Mapping[str, Lazy], device: torch.device, share: int) -> In
 @torch.no_grad()
 def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group,
          begun: Intake | None = None) -> None:
-    """Fill this rank's part of each parameter (where it lies in the whole, and its tensor) from `sources`, casting to its dtype.
-    All ranks of `group` call it with the same names. `begun`: reading that was begun for the same sources. Errors: `InputError`, on
-    all ranks if on one."""
+    """Fill this rank's part of each parameter (its region of the whole, and its tensor) from `sources`, casting to its dtype.
+    All ranks of `group` must call it with the same names. `begun`: reading that was begun for the same sources. Errors:
+    `InputError`, on all ranks if on one."""
     device = next(iter(parameters.values()))[1].device
     for name, (region, tensor) in parameters.items():
         if within(region, sources[name].shape) != region:
@@ -87,8 +87,8 @@ def read(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, 
 
 
 def open_roads(device: torch.device) -> None:
-    """Connect the ranks beforehand: at the first all-to-all NCCL connects each rank of a node with each other one, for a fifth of a
-    second. All ranks call it, and communicate nothing else meanwhile."""
+    """Connect the ranks in advance: at the first all-to-all NCCL connects each rank of a node with every other one, which takes a
+    fifth of a second. All ranks must call it, and communicate nothing else meanwhile."""
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)  # of this thread
@@ -112,8 +112,8 @@ class Slot:
 
 @torch.no_grad()
 def write(parameters: Mapping[str, tuple[Region, Tensor]], sources: Mapping[str, Lazy], group: Group) -> None:
-    """Write into files, which exist and have their final length, what ranks hold of each parameter; `sources` are made of the
-    `Slot`s that it belongs to. What this rank has written is on the disk when it returns. All ranks of `group` call it with the
+    """Write what the ranks hold of each parameter into files, which exist and have their final length; `sources` are made of the
+    `Slot`s to which it belongs. What this rank has written is on disk when it returns. All ranks of `group` must call it with the
     same names. Errors: `InputError`, on all ranks if on one."""
     device = next(iter(parameters.values()))[1].device
     todo = planned(parameters, sources, group, device, once=True)

@@ -1,4 +1,4 @@
-"""Which files a Hugging Face folder has, and what its index.json and config.json say, checked before a byte of weights is read.
+"""The files of a Hugging Face folder, and what its index.json and config.json say, checked before a byte of weights is read.
 
 No torch here, nor in `header.py`: a hostile or broken file is refused in well under a second.
 """
@@ -118,14 +118,14 @@ def adapter_weights(folder: str | os.PathLike[str]) -> Path:
 
 
 def refuse_unended(run: Path) -> NoReturn:
-    """Refuse the model of a run that has not written it yet, and say what goes on with the run, or makes a model of its state."""
+    """Refuse the model of a run that has not written it yet, and say how to continue the run, or make a model from its state."""
     state = next(iter(steps(run)), None)
     now = f"; modelcenter convert {state} OUT makes a model of what is there" if state is not None else ""
     refuse_missing(run / "model", None, "not there: the run has not ended", f"the command that began it goes on{now}")
 
 
 def check_base(adapter: Path, base: str) -> None:
-    """Refuse a base that an adapter's folder names by a path where nothing is."""
+    """Refuse a base that an adapter's folder names by a path that does not exist."""
     if Path(base).is_absolute() and not Path(base).is_dir():
         wanted = "the folder where its base is now, written there, or a hub id"
         refuse_missing(adapter / ADAPTER[0], "base_model_name_or_path", f"{base}, which is not there", wanted)
@@ -154,7 +154,7 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse what can be refused of a model's or an adapter's folder by its headers and JSON alone, before torch is imported."""
+    """Refuse a model's or an adapter's folder as far as its headers and JSON alone tell, before torch is imported."""
     if os.path.isfile(Path(folder) / ADAPTER[0]):
         read_json(Path(folder) / ADAPTER[0])
         if (file := adapter_weights(folder)).name == ADAPTER[1]:

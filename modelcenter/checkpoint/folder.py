@@ -1,8 +1,8 @@
 """A Hugging Face folder opened for reading: which tensors it holds, and any part of one without reading the rest.
 
-Nothing is mapped and nothing is cached. A part of a safetensors tensor is read straight into the tensor that is returned (`pread`),
-so that the memory needed above the model itself is that of the largest part asked for. Old `.bin` shards are mapped by torch
-(`weights_only`, `mmap`).
+Nothing is memory-mapped and nothing is cached. A part of a safetensors tensor is read directly into the tensor that is returned
+(`pread`), so the only memory needed beyond the model itself is that of the largest part requested. Old `.bin` shards are mapped by
+torch (`weights_only`, `mmap`).
 """
 
 import math
@@ -38,7 +38,7 @@ TRIES = 10  # to open a folder that others replace
 
 
 class Slice(Protocol):
-    """A tensor of a file. `[...]` reads the part that is asked for into a new tensor; only slices of step 1."""
+    """A tensor of a file. `[...]` reads the requested part into a new tensor; only slices of step 1."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -54,9 +54,8 @@ class Slice(Protocol):
 class Folder:
     """A folder with `model.safetensors`, shards and an index, or the same as `pytorch_model.bin`, in that order.
 
-    Use it in a `with`: it holds the files open. Headers and index are checked as a whole here, before any weight is
-    read. They are of one save: if another takes the folder's place meanwhile, that is opened. Errors: `InputError`,
-    `MissingError`.
+    Use it in a `with`: it holds the files open. Headers and index are checked in full here, before any weight is read. They belong
+    to one save: if another one replaces the folder meanwhile, that is opened. Errors: `InputError`, `MissingError`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks that read or write a folder together: what each holds, what they say, and the blocks that they give each other."""
+"""The ranks that read or write a folder together: what each holds, the messages between them, and the blocks that they exchange."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -39,7 +39,7 @@ class Group:
 
     def trade(self, give: Sequence[Sequence[Block]], take: Sequence[Sequence[Block]], load: Callable[[Block], Tensor],
               store: Callable[[Block, Tensor], object], device: torch.device) -> None:
-        """Send to each rank the blocks that it is given, which `load` gives in the layout of the file, and `store` what comes."""
+        """Send each rank its blocks, which `load` returns in the layout of the file, and `store` those that arrive."""
         for block in give[self.rank]:
             store(block, load(block))
         if self.group is None:
@@ -55,8 +55,8 @@ class Group:
 
     def collect(self, take: Sequence[Sequence[Block]], load: Callable[[Block], Tensor], store: Callable[[Block, Tensor], object],
               memory: Any) -> None:
-        """`store` the blocks of each rank, which `load` finds in its memory; all have come there, and nothing is put into its place
-        before all have been fetched."""
+        """`store` the blocks of each rank, which `load` finds in that rank's memory. All ranks have their data when fetching
+        begins, and nothing is overwritten before all have fetched."""
         memory.barrier()
         for k in range(self.size):  # so that no two fetch from one
             for block in take[(self.rank + k) % self.size]:
@@ -90,7 +90,7 @@ class Group:
         return [bytes(said.tolist()).rstrip(b"\0").decode(errors="replace") for said in told]
 
     def agree(self, error: Exception | None, device: torch.device) -> None:
-        """Raise `error` where there is one, and an `InputError` that says so on the others."""
+        """Raise `error` on the rank that has one, and an `InputError` that says so on the others."""
         told = self.tell(f"{error or type(error).__name__}" if error is not None else "", device)
         if error is not None:
             raise error

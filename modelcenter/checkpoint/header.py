@@ -59,8 +59,8 @@ class Header:
 def read_header(path: str | os.PathLike[str]) -> Header:
     """The header of a safetensors file, with every number in it checked against every other and against the file.
 
-    Stricter than the format, but only where no honest writer goes: there are limits to names, rank, number of tensors and header
-    size, and no unknown fields. Errors: `InputError`, `MissingError`.
+    Stricter than the format, but only in ways that no honest writer would notice: names, number of dimensions, number of tensors
+    and header size are limited, and there are no unknown fields. Errors: `InputError`, `MissingError`.
     """
     with open_regular(path) as file, no_collection():
         total = os.fstat(file.fileno()).st_size

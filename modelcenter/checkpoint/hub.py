@@ -1,7 +1,7 @@
-"""From a name to a local folder: an existing folder, a preset (which names a hub id), or a hub id.
+"""Finds the local folder for a name: an existing folder, a preset (which names a hub id), or a hub id.
 
-What the cache lacks is downloaded (`download.py`). huggingface_hub does the transfers and reads HF_HOME, HF_HUB_CACHE,
-HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN; none of its messages reaches the user, because a server may put what it likes into them.
+Files that the cache lacks are downloaded (`download.py`). huggingface_hub does the transfers and reads HF_HOME, HF_HUB_CACHE,
+HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN; its messages never reach the user, because a server may put anything into them.
 """
 
 import os
@@ -24,8 +24,8 @@ def resolve(name: str | os.PathLike[str], *, revision: str | None = None, local_
             presets: Mapping[str, str | None]) -> Path:
     """The local folder that `name` stands for, downloaded if need be.
 
-    `presets` maps a preset's name to its hub id, or to None where no public weights exist. `revision` is a branch, tag
-    or commit of a hub id. Raises `InputError` (`MissingError` for what is not there), one line with what to do.
+    `presets` maps a preset's name to its hub id, or to None if there are no public weights. `revision` is a branch, tag or commit
+    of a hub id. Raises `InputError` (`MissingError` for what does not exist), one line that says what to do.
     """
     name = os.fspath(name)
     if os.path.isdir(os.path.expanduser(name)):
@@ -66,8 +66,8 @@ def resolve(name: str | os.PathLike[str], *, revision: str | None = None, local_
 
 
 def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> Path:
-    """The folder with the files that match `patterns` of `name`, a hub id or what in `presets` stands for one; from the cache
-    where the hub is not to be had."""
+    """The folder with the files of `name` that match `patterns`; `name` is a hub id, or stands for one in `presets`. If the hub
+    cannot be reached, the files come from the cache."""
     repo = presets.get(name) or name
     if name not in presets:
         _check_id(name, presets)

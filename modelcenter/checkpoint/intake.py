@@ -1,7 +1,7 @@
-"""What a rank reads of files: with several threads, turn by turn, ahead of who asks.
+"""How a rank reads its part of the files: with several threads, turn by turn, ahead of the consumer.
 
-It goes into one of two buffers on the host, or, where the parameters are on an accelerator, through pinned memory into as many
-buffers there as have room.
+The bytes go into one of two buffers on the host or, if the parameters are on an accelerator, through pinned memory into as many
+buffers there as fit.
 """
 
 import os

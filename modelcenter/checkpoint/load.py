@@ -1,4 +1,4 @@
-"""Fill a model's parameters, each with its own part of a tensor."""
+"""Fills a model's parameters, each with its own part of a tensor."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def fill(model: nn.Module, sources: Mapping[str, Lazy], group: Group | None = None, begun: Intake | None = None) -> None:
-    """Copy into every parameter its own part of its source, casting to the parameter's dtype. What is stored in files the ranks of
-    `group` read together, each a share of the bytes, and may have `begun` to. What is drawn each rank draws for itself, its part of
-    one tensor at a time."""
+    """Copy into every parameter its own part of its source, casting to the parameter's dtype. The ranks of `group` read stored
+    tensors together, each a share of the bytes; reading may have `begun` before. Random tensors are drawn by each rank for itself,
+    its part of one tensor at a time."""
     held = {name: local(parameter) for name, parameter in model.named_parameters()}
     files = {name: part for name, part in held.items() if stored(sources[name])}
     if files:
@@ -47,8 +47,8 @@ def put(parameter: Tensor, source: Lazy) -> None:
 
 
 def taken(model: "Model", values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values` by the names of the model's parameters. Each that is whole and of which this process holds a part has been copied
-    there, and the parameter stands in its place: torch copies no plain tensor into a DTensor, or the other way."""
+    """`values` by the names of the model's parameters. Values that are whole, but of which this process holds a part, are copied
+    into the parameter, which then replaces them: torch copies no plain tensor into a DTensor, or the other way."""
     out = dict(values)
     for name, p in model.named_parameters(remove_duplicate=False):
         value, cut = values.get(name), hasattr(p, "placements")

@@ -1,4 +1,4 @@
-"""One live run for each output folder: who holds it, and what dead processes have left there."""
+"""Allows one live run per output folder: who holds it, and what dead processes have left there."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ _held: set[int] = set()  # descriptors of the locks that this process holds
 
 @contextmanager
 def lock(output_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold `output_dir` for this run, or refuse and name the run that holds it; one process a run takes it.
+    """Lock `output_dir` for this run, or refuse and name the run that holds it; one process per run takes the lock.
 
     The kernel releases it however the process ends, and forked children do not inherit it. On entry the temporary
     folders that dead processes left are removed.

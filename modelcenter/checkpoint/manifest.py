@@ -1,4 +1,4 @@
-"""manifest.json: size and sha256 of every file of a folder, and of itself, so that no changed bit goes unseen."""
+"""manifest.json: size and sha256 of every file of a folder, and of itself, so that no changed bit goes unnoticed."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Matches the tensors of a folder with a table of names: where each parameter comes from, and what becomes of every tensor."""
+"""Matches the tensors of a folder with a table of names: where each parameter comes from, and what happens to every tensor."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ROWS = 4096  # rows compared at a time
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading did with each name (transformers' names, except for `new`: ours)."""
+    """What loading did with each name (transformers' names, except in `new`: ours)."""
 
     loaded: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)  # not in the file: initialised afresh
@@ -95,10 +95,10 @@ def match(
     untied: Iterable[str] = (),
     foreign: Iterable[str] = (),
 ) -> tuple[dict[str, Lazy], LoadReport]:
-    """Where each parameter of ours (`shapes`) comes from. Strict on both sides: a tensor that is missing, unknown or of a wrong
+    """Where each of our parameters (`shapes`) comes from. Strict on both sides: a tensor that is missing, unknown or of a wrong
     shape refuses the folder. Only a `head` (our names) that is absent as a whole is new; parts of it that belong to the backbone in
-    files (BERT's pooler, which has the prefix) may be there without the rest. `ignored`: patterns of their names that no task
-    needs. `foreign`: modules of theirs that are not this head's, though its own have these names."""
+    files (BERT's pooler, which has the prefix) may be present without the rest. `ignored`: patterns of their names that no task
+    needs. `foreign`: their modules that do not belong to this head, although its own have these names."""
     keys, headed, ignored, foreign = Keys(folder), set(head), tuple(ignored), set(foreign)
     plain = bare(keys, names, shapes)
     aliases = {plain_name(k, names, plain): plain_name(v, names, plain) for k, v in aliases.items()}

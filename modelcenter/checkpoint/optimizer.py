@@ -1,4 +1,4 @@
-"""An optimizer's state as flat tables by parameter name, and back."""
+"""Converts an optimizer's state to flat tables by parameter name, and back."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

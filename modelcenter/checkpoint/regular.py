@@ -1,4 +1,4 @@
-"""Files that are what they seem: regular files, inside their folder."""
+"""Checks that files are what they seem: regular files, inside their folder."""
 
 import os
 import stat

@@ -1,7 +1,7 @@
 """The rotary keys of config.json, in both of their spellings.
 
-Old: `rope_theta` beside `rope_scaling` (null: none). New, from transformers 5 on: `rope_parameters` with everything in
-it. A file keeps the spelling it came with; a config made here is written in both, which every version reads alike.
+Old: `rope_theta` and `rope_scaling` (null: none). New, from transformers 5 on: `rope_parameters`, which holds everything. A file
+keeps its own spelling; a config made here is written in both, which every version reads alike.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder."""
+"""Writes a model as a Hugging Face folder."""
 
 import json
 import os
@@ -39,8 +39,8 @@ PATIENCE = 30.0  # seconds after which a process that waits for the others says 
 
 
 def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
-    """The tokenizer and generation files of a folder, which travel with the weights. What an adapter's folder lacks is its base's:
-    the options of generation, and the tokenizer, whose files are taken from one folder alone."""
+    """The tokenizer and generation files of a folder, which travel with the weights. What an adapter's folder lacks comes from its
+    base: the generation options, and the tokenizer, whose files all come from the same folder."""
     own = {}
     for file in (folder / name for name in COMPANIONS if (folder / name).is_file()):
         check_inside(file)  # or what a link leads to would be copied to wherever the model goes
@@ -50,7 +50,7 @@ def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
 
 
 def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str | int) -> None:
-    """Write weights, config.json and companions. Of several ranks each writes a part of the files, and none gathers a tensor; all
+    """Write weights, config.json and companions. With several ranks each writes a part of the files, and none gathers a tensor; all
     return when the folder is complete. Errors: `InputError`, on all ranks if on one."""
     parameters = dict(model.named_parameters())
     if missing := sorted(model.shapes.keys() - parameters.keys()):
@@ -101,7 +101,7 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
 
 
 def warn_of_left(folder: Path, names: Iterable[str]) -> None:
-    """Name parameters that a Hugging Face folder of the model has no place for: somebody has put them into it."""
+    """Warn of parameters for which a Hugging Face folder of the model has no place, because somebody added them to it."""
     if left := sorted(name for name in names if not name.startswith("head.dense.")):  # which have files of their own
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         held = "for which such a folder has no place; torch.save of the state_dict holds all"
@@ -136,7 +136,7 @@ def lead(group: Group, device: torch.device, write_all: Callable[[Path, Mapping[
 
 @contextmanager
 def awaited() -> Iterator[None]:
-    """Say what is waited for if that takes long: behind `if rank == 0`, where other libraries want it, it waits for ever."""
+    """Say what the rank waits for if that takes long: behind `if rank == 0`, as other libraries want it, it would wait for ever."""
     said = Timer(PATIENCE, tell, ["modelcenter: warning: save_pretrained waits for the other processes; each of them calls it"])
     said.daemon = True
     said.start()

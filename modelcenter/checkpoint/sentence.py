@@ -1,9 +1,10 @@
-"""sentence-transformers' files: which of a text's tokens make its vector, which layers follow, and how they are written back.
+"""sentence-transformers' files: which tokens of a text form its vector, which layers follow, and how they are written back.
 
 modules.json lists modules with their folders. Supported are Transformer; Pooling (the mean, the last token or the first);
-Normalize; and Dense layers behind the pooling, which LaBSE and sentence-t5 have: N_Dense/config.json (in_features, out_features,
-bias, activation_function) and weights (linear.weight, linear.bias). Anything else there would change the vectors, and is reported.
-A model that was trained from a folder without these files gets its own, or sentence-transformers would take the mean of all tokens.
+Normalize; and Dense layers after the pooling, which LaBSE and sentence-t5 have: N_Dense/config.json (in_features, out_features,
+bias, activation_function) and weights (linear.weight, linear.bias). Any other module would change the vectors, and is reported.
+A model that was trained from a folder without these files gets its own; otherwise sentence-transformers would take the mean of all
+tokens.
 """
 
 import json
@@ -32,7 +33,7 @@ BESIDE = ("modules.json", "sentence_bert_config.json", "config_sentence_transfor
 
 
 def embeds(folder: Path) -> bool:
-    """Whether a folder says that its model makes vectors of texts."""
+    """Whether a folder says that its model computes embeddings of texts."""
     return (folder / BESIDE[0]).is_file()
 
 
@@ -48,7 +49,7 @@ class Said:
 
 
 def read_modules(folder: Path) -> Said:
-    """modules.json and what it names, without weights. Modules behind one that is not supported are not read either."""
+    """modules.json and what it names, without weights. Modules after one that is not supported are not read either."""
     said, behind, scaled = Said(), False, False
     if not embeds(folder):
         return said

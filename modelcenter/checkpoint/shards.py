@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank writes, and how any number of ranks reads what another number has written."""
+"""Which part of a tensor a rank writes, and how any number of ranks reads a state, however many ranks wrote it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,9 +21,8 @@ class Piece(NamedTuple):
 
 
 def pieces(table: Mapping[str, Tensor], shapes: Mapping[str, Shape], ranks: Ranks) -> dict[str, Piece]:
-    """What this rank writes of `table`: its part of tensors that are divided, and, if it is the first of those that have it, the
-    tensors that are not. `shapes`: those without rows that only pad a tensor, where they differ from the tensor's; such rows are
-    left out."""
+    """What this rank writes of `table`: its part of sharded tensors, and whole tensors if it is the first rank that has them.
+    `shapes`: the shapes without rows that only pad a tensor, where they differ from the tensor's; such rows are left out."""
     out = {}
     for name, tensor in table.items():
         region, part = local(tensor)

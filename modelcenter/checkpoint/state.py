@@ -1,15 +1,15 @@
-"""Training state on disk: folders `step-N` that are whole or not there, and the newest valid one wins.
+"""Training states on disk: folders `step-N` that are complete or absent; the newest valid one wins.
 
     output_dir/.lock                          held by the live run (lock.py)
     output_dir/step-N/<group>.safetensors     "model", "optimizer", ...: flat tables of tensors
-    output_dir/step-N/<group>-00001-of-00004.safetensors     of several ranks each writes a file with its parts of them
+    output_dir/step-N/<group>-00001-of-00004.safetensors     with several ranks: each writes a file with its parts
     output_dir/step-N/state.json              step, tokens, data position, RNGs, best metric, ...
     output_dir/step-N/manifest.json           written last: size and sha256 of every other file, and of itself
     output_dir/.tmp-step-N-<nonce>            a save or a removal under way; its maker holds a lock on it
 
-Nothing names the newest: a pointer is one more thing that can be wrong. Each process writes, hashes and flushes its own
-files (`write_group`), one of them seals the folder with the manifest and renames it. Plain files and JSON up to the
-tensors themselves, so that a launcher can look for a checkpoint before torch is imported.
+Nothing points to the newest state: a pointer is one more thing that can be wrong. Each process writes, hashes and flushes its own
+files (`write_group`); one of them seals the folder with the manifest and renames it. Everything but the tensors is plain files and
+JSON, so that a launcher can look for a checkpoint before torch is imported.
 """
 
 import json
@@ -41,7 +41,7 @@ SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and 
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written. The older ones are unchanged, and training can go on. One line."""
+    """A checkpoint could not be written. Older ones are unchanged, and training can continue. One line."""
 
 
 def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[str, Mapping[str, Tensor | Piece]]",

@@ -1,4 +1,4 @@
-"""JSON that is read strictly: one meaning or a refusal."""
+"""Reads JSON strictly: ambiguous input is refused."""
 
 import gc
 import json

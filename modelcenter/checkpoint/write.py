@@ -1,7 +1,7 @@
-"""Hugging Face folders out: shards planned from shapes alone, written one tensor at a time, in place all at once.
+"""Writes Hugging Face folders: shards are planned from shapes alone and written one tensor at a time; a folder appears all at once.
 
-The files are byte for byte what `safetensors.torch.save_file(..., metadata={"format": "pt"})` writes, and the split and
-the file names are those of transformers' `save_pretrained` (huggingface_hub's `split_torch_state_dict_into_shards`).
+The files are byte for byte those of `safetensors.torch.save_file(..., metadata={"format": "pt"})`, and the split and the file names
+are those of transformers' `save_pretrained` (huggingface_hub's `split_torch_state_dict_into_shards`).
 """
 
 import json

@@ -10,11 +10,11 @@ from .arguments import Answer, Arguments, take
 
 
 def list_(args: Arguments) -> Answer:
-    """List the models, the recipes, the machine profiles, or the keys that recipes and machine profiles have.
+    """List the models, the recipes, the machine profiles, or the keys of recipes and machine profiles.
 
     modelcenter list models|recipes|machines|keys
 
-    modelcenter copy RECIPE writes out the keys that one recipe reads, as it sets them.
+    modelcenter copy RECIPE writes all keys that one recipe reads, with its settings.
     """
     kinds = {"models": list_models, "recipes": list_recipes, "machines": list_machines, "keys": list_keys}
     if args.names[:1] == ["keys"] and len(args.names) > 1:

@@ -12,7 +12,7 @@ from ..errors import refuse
 class Computing:
     """The keys that both take."""
 
-    batch: int = field(default=8, metadata=says("rows of one forward", min=1))
+    batch: int = field(default=8, metadata=says("rows per forward", min=1))
     dtype: str = field(default="auto", metadata=says("fp32, bf16, fp16; auto: as stored"))
     device: str = field(default="auto", metadata=says("cpu, cuda ...; auto: the accelerator that torch finds, or the CPU", min=1))
 

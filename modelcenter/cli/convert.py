@@ -27,7 +27,8 @@ def convert(args: Arguments) -> Answer:
     """Convert a checkpoint to sharded safetensors, with its tokenizer beside it.
 
     modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
-    modelcenter convert RUN/step-500 OUT        # the model at that step; in the folder where the run was started: its data are read
+    modelcenter convert RUN/step-500 OUT        # the model at that step; call it from the folder where the run was started: its
+    data are read
     """
     asked = settings(Conversion, args, ["source", "out"])
     check_new(Path(asked.out))
@@ -68,7 +69,7 @@ def merge(args: Arguments) -> Answer:
 
     modelcenter merge ADAPTER OUT [--dtype bf16] [--max-shard-size 5GB] [revision=...]
 
-    What was trained on a base held in 4 or 8 bits is put into what those stand for, in the base's dtype.
+    If the adapter was trained on a base in 4 or 8 bits, it is merged into the dequantized weights, in the base's dtype.
     """
     asked = settings(Merger, args, ["adapter", "out"])
     check_new(Path(asked.out))
@@ -103,7 +104,7 @@ class Averaging:
 
 
 def average(args: Arguments) -> Answer:
-    """Average the weights of several models that were trained from the same one; the mean is often better than each.
+    """Average the weights of several models that were trained from the same start; the mean is often better than any of them.
 
     modelcenter average MODEL MODEL ... OUT [--dtype bf16] [--max-shard-size 5GB]
 

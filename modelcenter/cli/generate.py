@@ -29,11 +29,11 @@ class Generation(Computing, Options):
 
     model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
     prompt: str | None = field(default=None, metadata=says("the text to continue, or to translate", min=1))
-    prompts: str | None = field(default=None, metadata=says("a file of them: a line each, or .jsonl with prompt_key", min=1))
-    prompt_key: str = field(default="prompt", metadata=says("its field in a .jsonl file: text, or messages", min=1))
-    chat: bool = field(default=False, metadata=says("a text is what a user says: put it in the tokenizer's chat template"))
+    prompts: str | None = field(default=None, metadata=says("a file of prompts: one per line, or .jsonl with prompt_key", min=1))
+    prompt_key: str = field(default="prompt", metadata=says("the prompt's field in a .jsonl file: text, or messages", min=1))
+    chat: bool = field(default=False, metadata=says("a prompt is a user's message: put it into the tokenizer's chat template"))
     out: str | None = field(default=None, metadata=says("a .jsonl file to write; absent: the terminal", min=1))
-    stream: bool = field(default=False, metadata=says("show each token as it is written"))
+    stream: bool = field(default=False, metadata=says("show each token as it is generated"))
 
 
 def generate(args: Arguments) -> Answer:
@@ -44,7 +44,7 @@ def generate(args: Arguments) -> Answer:
 
     Options that are not given come from the model's generation_config.json. Without a length there, 64 tokens are generated, or as
     many as the model has positions left for. Messages, and with chat=true any prompt, go through the tokenizer's chat template; the
-    output is then the answer alone.
+    output is then only the answer.
     """
     check_prompt(args)
     asked = settings(Generation, args, ["model", "prompt"])

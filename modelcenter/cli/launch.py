@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def launch(args: Arguments) -> Answer:
-    """Write a readable Slurm script or Kubernetes manifest that trains and resumes when its time is up; with submit, submit it.
+    """Write a readable Slurm script or Kubernetes manifest that trains, and resumes after a time limit; with submit, submit it.
 
     modelcenter launch RECIPE --slurm [--nodes 2] [--time 1-00:00:00] [--submit] [--machine M] [key=value ...]
     modelcenter launch RECIPE --kubernetes image=IMAGE claim=NAME [--nodes 2] [--submit] [--machine M] [key=value ...]
 
-    Takes what train takes, and checks it now. Relative paths are seen from here, on Kubernetes from where the claim is mounted.
-    Other options of a cluster are lines that you add to the file. These are for launch alone:
+    Takes the arguments of train, and checks them now. Relative paths start from this folder, on Kubernetes from where the claim is
+    mounted. For other options of your cluster add lines to the file. Keys of launch only:
     """
     from ..train.launch import check_ranks
 

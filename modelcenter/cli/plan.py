@@ -21,9 +21,9 @@ class Question:
     """What `plan` takes besides what `train` takes."""
 
     gpus: int | None = field(default=None, metadata=says("devices; absent: those of the machine", min=1, max=MOST))
-    device: str | None = field(default=None, metadata=says("a device by name, or a file; absent: what is here", min=1))
-    tokens: float | None = field(default=None, metadata=says("tokens of the whole training, for its hours", above=0))
-    price: float | None = field(default=None, metadata=says("of a device and hour, for its cost", above=0))
+    device: str | None = field(default=None, metadata=says("a device by name, or a file; absent: the one here", min=1))
+    tokens: float | None = field(default=None, metadata=says("tokens of the whole training, to predict its hours", above=0))
+    price: float | None = field(default=None, metadata=says("per device and hour, to predict the cost", above=0))
 
 
 BARE: Mapping[str, Any] = {"data": {"path": "none", "seq_len": 1024}, "output_dir": "none", "max_steps": 1, "init": "random"}
@@ -39,9 +39,9 @@ def plan(args: Arguments) -> Answer:
     tensors without storage, and no weights are downloaded. The second form plans for devices that are not on this machine: h200,
     h100, a100-80, a100-40, v100, 4090, 3090, 2080ti, or a file with their rates.
 
-    A row of its table is a layout, in the words of the keys machine.tensor_parallel, fsdp and replicate (tensor x fsdp x copies),
-    zero and recompute. "4 x 2" under micro-batch is two forwards of four sequences a step on each rank; "a rank" is the memory of
-    one; "of peak" the share of the device's rate of matrix products that is reached; "bound by" what takes most of the time.
+    A row of the table is a layout, given by the keys machine.tensor_parallel, fsdp and replicate (tensor x fsdp x copies), zero and
+    recompute. "4 x 2" under micro-batch means two micro-batches of four sequences per step on each rank; "a rank" is the memory of
+    one rank; "of peak" the achieved share of the device's rate of matrix products; "bound by" what takes most of the time.
 
     Keys of the second form:
     """

@@ -1,7 +1,7 @@
-"""Conversations into text: chat templates, as tokenizer folders hold them, and which part of the text the assistant wrote.
+"""Turns conversations into text, with the chat templates of tokenizer folders, and finds the part that the assistant wrote.
 
-A template is a program that came with somebody's weights, so it runs in jinja2's immutable sandbox. It is given what transformers'
-apply_chat_template gives it, so that a model is trained on the same text that it will be asked with.
+A template is a program that came with somebody's weights, so it runs in jinja2's immutable sandbox. It gets the same variables as
+from transformers' apply_chat_template, so that a model is trained on the text with which it will later be prompted.
 """
 
 import json
@@ -60,7 +60,7 @@ class Template:
         self.compiled = compiled(source, self.name)
 
     def text(self, record: Record, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
-        """The text of a conversation; as a `prompt`, with what asks the assistant to continue."""
+        """The text of a conversation; as a `prompt`, it ends with what asks the assistant to continue."""
         from jinja2 import TemplateError
 
         given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -77,13 +77,13 @@ class Template:
         return unmarked(self.text(record, messages, tools, prompt=True))[0]
 
     def marked_texts(self, record: Record, messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
-        """The text of a conversation, and the ranges of it that the assistant wrote: what stands in {% generation %}, or, in a
-        template without it, what each of its turns adds to the conversation before, when that asks the assistant to continue. A
-        turn whose `weight` is 0 has no range.
+        """The text of a conversation, and the ranges of it that the assistant wrote: the {% generation %} blocks, or, in a template
+        without them, what each assistant turn adds to the conversation before it, when that asks the assistant to continue. A turn
+        whose `weight` is 0 has no range.
 
-        Some templates write a turn differently once others follow it: its thoughts are left out, or an end of text stands behind
-        the last turn. For these there is a text for each turn of the assistant, up to this turn, which is as the model will be
-        asked.
+        Some templates write a turn differently once others follow it: its thoughts are left out, or an end-of-text token follows
+        only the last turn. For these there is one text for each assistant turn, up to this turn, in the form in which the model
+        will be prompted.
         """
         unmarkable(record, messages, tools)
         text = self.text(record, messages, tools)
@@ -109,7 +109,7 @@ class Template:
 
 
     def tail(self) -> str:
-        """What the assistant writes behind its words; nothing of a template that takes no plain question."""
+        """What the assistant writes after its words; empty for a template that does not accept a plain question."""
         turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
             text, spans = self.marked_texts(Record({}, self.name, None), turns)[-1]

@@ -1,4 +1,4 @@
-"""Lists of examples into tensors, by the names of the model's arguments; and one example shown as text.
+"""Turns lists of examples into tensors, named like the model's arguments; and shows one example as text.
 
 b: sequences of the batch, s: the longest of them. Ids and labels are int64, masks int64 of 0 and 1. torch is imported only where a
 batch is made, because a recipe is checked without it.
@@ -30,7 +30,7 @@ def tensor(values: Sequence[Any]) -> "Tensor":
 
 
 def stack(rows: Sequence[Row], value: int) -> "Tensor":
-    """Rows of different lengths as (b, s), filled up on the right with `value`."""
+    """Rows of different lengths as (b, s), padded on the right with `value`."""
     import torch
 
     out = np.full((len(rows), max(map(len, rows))), value, np.int64)
@@ -40,7 +40,7 @@ def stack(rows: Sequence[Row], value: int) -> "Tensor":
 
 
 def stack_mask(rows: Sequence[Row]) -> "Tensor":
-    """(b, s): 1 where `stack` has a token, 0 where it fills up."""
+    """(b, s): 1 where `stack` has a token, 0 where it pads."""
     import torch
 
     lengths = torch.tensor([len(row) for row in rows])
@@ -55,15 +55,15 @@ def join(rows: Sequence[Row]) -> "Tensor":
 
 
 def pad(ids: Sequence[Row], labels: Sequence[Row], value: int) -> Batch:
-    """input_ids filled up with `value`, attention_mask and labels, all (b, s). Labels of another length than the ids are (b, t)."""
+    """input_ids padded with `value`, attention_mask and labels, all (b, s). Labels of another length than the ids are (b, t)."""
     return {"input_ids": stack(ids, value), "attention_mask": stack_mask(ids), "labels": stack(labels, IGNORED)}
 
 
 def pack(ids: Sequence[Row], labels: Sequence[Row] | None = None) -> Batch:
     """Whole sequences side by side: (1, total), their n + 1 bounds in cu_seq_lens, positions that restart.
 
-    A causal model shifts labels: the first label of a sequence would be predicted by the sequence before, so whoever makes these
-    labels sets it to IGNORED. `labels` may be targets of another length; q then counts the targets, k the sources.
+    A causal model shifts labels: the first label of a sequence would be predicted from the previous sequence, so the caller must
+    have set it to IGNORED. `labels` may be targets of another length; q then counts the targets, k the sources.
     """
     import torch
 

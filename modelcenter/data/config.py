@@ -1,7 +1,7 @@
-"""What the `data` section of a recipe says: which files, which fields of a record, and how long an example is.
+"""The `data` section of a recipe: which files, which fields of a record, and how long an example is.
 
-Torch-free, so that a recipe is checked before anything heavy is imported. The metadata of a field is its help text and
-its bounds (`min` and `max` inclusive, `above` exclusive), which the binder of recipes enforces.
+Torch-free, so that a recipe is checked before anything heavy is imported. The metadata of a field hold its help text and its bounds
+(`min` and `max` inclusive, `above` exclusive), which are enforced when a recipe is read.
 """
 
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "toke
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files, keys and lengths. Behind a key that some objectives alone read stand their names: with others it is refused. The key
-    of a text names a field, or several in braces: `{question} {passage}`."""
+    """Files, keys and lengths. If only some objectives read a key, their names follow its meaning; with others it is refused. The
+    key of a text names a field, or several in braces: `{question} {passage}`."""
 
     path: str | tuple[str, ...] | dict[str, float] | None = field(
         default=None,
@@ -27,7 +27,7 @@ class DataConfig:
     )
     eval_fraction: float = field(
         default=0.0,
-        metadata=says("share of `path` held out for evaluation: its last part, of a list the end, of a mixture each source's; "
+        metadata=says("share of `path` held out for evaluation: its last part; of a list the end, of a mixture each source's; "
                       "0: none", min=0, max=0.9),
     )
     format: Format = field(default="auto", metadata=says("auto: by the ending, text if it is unknown"))
@@ -102,7 +102,7 @@ class Tokenization:
     path: str = field(metadata=says("text: a file, a folder, a glob or datasets:NAME[,CONFIG][:SPLIT]", min=1))
     out: str = field(metadata=says("the files to write, without their endings", min=1))
     tokenizer: str = field(metadata=says("a folder, a preset or a hub id", min=1))
-    objective: Literal["lm", "mlm"] = field(default="lm", metadata=says("which tokens part the documents"))
+    objective: Literal["lm", "mlm"] = field(default="lm", metadata=says("which tokens separate the documents"))
     format: Format = field(default="auto", metadata=says("auto: by the ending, text if it is unknown"))
     text_key: str = field(default="text", metadata=says("the field of the text"))
-    processes: int | None = field(default=None, metadata=says("absent: one a processor", min=1, max=1024))
+    processes: int | None = field(default=None, metadata=says("absent: one per processor", min=1, max=1024))

@@ -1,7 +1,7 @@
-"""Random numbers for many rows at once, each a pure function of where it is drawn.
+"""Random numbers for many rows at once, each a pure function of the row and the position.
 
-A row's numbers are the stream of SplitMix64 (Steele et al., 2014, "Fast Splittable Pseudorandom Number Generators") whose seed is a
-hash of the row's names. To begin a generator of numpy's for each row would take longer than to make the row.
+A row's numbers are a stream of SplitMix64 (Steele et al., 2014, "Fast Splittable Pseudorandom Number Generators") whose seed is a
+hash of the row's names. Creating a numpy generator for each row would take longer than making the row.
 """
 
 import numpy as np

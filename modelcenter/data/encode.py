@@ -1,4 +1,5 @@
-"""Texts into token ids. A text that cannot be encoded for the model is refused with its record. Nothing here imports torch."""
+"""Encodes texts into token ids. A text that cannot be encoded for the model is refused by its record. Nothing here imports
+torch."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a loader draws from, and what of it may stand in one row."""
+"""What a loader draws from, and which examples may share a row."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

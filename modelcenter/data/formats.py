@@ -1,8 +1,8 @@
-"""Records of one file, in each format: text, JSON lines, JSON, CSV and TSV, all of them possibly gzipped, and parquet.
+"""The records of one file, in each format: text, JSON lines, JSON, CSV and TSV, all of them possibly gzipped, and parquet.
 
 A text file is one document, or several of `DOCUMENT` bytes. The first row of CSV and TSV names the fields; TSV has no quoting, as
-in GLUE. Where records stand is found at once; what they hold is read when it is asked for. Every refusal names the file and the
-line. Nothing here imports torch.
+in GLUE. The positions of records are found at once; their contents are read on demand. Every refusal names the file and the line.
+Nothing here imports torch.
 """
 
 import csv
@@ -39,7 +39,7 @@ class Documents(Part):
             self.bounds.append(stop)
 
     def line(self, start: int) -> int:
-        """How many bytes the line that starts at byte `start` has."""
+        """The number of bytes of the line that starts at byte `start`."""
         data = self.source.read(start, min(start + LONGEST_LINE + 1, self.source.size))
         end = data.find(b"\n") + 1 or len(data)
         if end > LONGEST_LINE:
@@ -69,8 +69,8 @@ def refuse_rows(part: Part) -> None:
 
 
 def characters(data: bytes, first: bool) -> int:
-    """How many characters UTF-8 data has: bytes that do not continue a character, and, if they are a file's `first`, without a
-    byte-order mark."""
+    """The number of characters in UTF-8 data: bytes that do not continue a character, and, at the start of a file (`first`),
+    without a byte-order mark."""
     codes = np.frombuffer(data, np.uint8)
     return int(np.count_nonzero((codes & 0xC0) != 0x80)) - (first and data.startswith(b"\xef\xbb\xbf"))
 
@@ -215,7 +215,7 @@ def articles(fields: dict[str, Any]) -> list[Any] | None:
 
 
 def parse(text: str, file: Path, place: str | None, wanted: str) -> Any:
-    """The value of a JSON text. Half a surrogate pair, which an escape can say and UTF-8 cannot, is refused anywhere in it."""
+    """The value of a JSON text. Half a surrogate pair, which an escape can express and UTF-8 cannot, is refused anywhere in it."""
     try:
         value = json.loads(text)
         if HALF.search(text):

@@ -3,9 +3,9 @@
 NAME.bin holds the ids of all sequences end to end. NAME.idx, little-endian: nine bytes `MMIDIDX\\0\\0`, the version as 8 bytes (1),
 the type of an id as one (8: uint16, 4: int32, ...), the number of sequences and of document bounds as 8 bytes each, then the
 length of every sequence (int32), where it starts in NAME.bin in bytes (int64), and the bounds of the documents, counted in
-sequences, from 0 on (int64). (NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.) Whoever ended no document left a
-single 0 there, as OpenBMB's ModelCenter always does: each sequence is then one. NAME.json is ours: which tokenizer made them, and
-of what.
+sequences, from 0 on (int64). (NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py.) If no document was ended, as in files
+of OpenBMB's ModelCenter, the bounds are a single 0: then each sequence is a document. NAME.json is ours: it says which tokenizer
+made the files, and from what.
 """
 
 import json

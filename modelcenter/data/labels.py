@@ -1,4 +1,4 @@
-"""Which labels data has, and the number of each: classes, sets of labels and tags of words alike."""
+"""Finds the labels in the data and numbers them: classes, sets of labels and tags of words alike."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

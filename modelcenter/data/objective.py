@@ -1,10 +1,10 @@
 """What an objective declares, all objectives by name, and the examples of one.
 
-Each is a file of `objectives/`, and a new file there is a new objective. Its examples are an object with a `len`, their `lengths`
-in tokens, `at(epoch, index)`, which gives one by these two numbers (and the seed) alone, `collate`, which makes a batch of a list
-of them, and `pack`, which makes one without padding. Labels are IGNORED where nothing is predicted. Causal models shift them, so
-the first of a sequence is IGNORED too: the labels that are not ignored are exactly the predictions. A recipe asks this file, which
-imports no torch.
+Each objective is a file in `objectives/`; adding a file there adds an objective. Its examples are an object with a `len`, their
+`lengths` in tokens, `at(epoch, index)`, which returns the example that these two numbers (and the seed) determine, `collate`, which
+makes a batch from a list of examples, and `pack`, which makes one without padding. Labels are IGNORED where nothing is predicted.
+Causal models shift labels, so the first of a sequence is IGNORED too: the labels that are not ignored are exactly the predictions.
+Recipes are checked with this file, which does not import torch.
 """
 
 import importlib
@@ -56,7 +56,7 @@ class Objective(ABC):
         return None
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
-        """Every text that is read of a record, to train a tokenizer on."""
+        """Every text that is read from a record, to train a tokenizer on."""
         yield record.text(data.text_key, "data.text_key")
 
     @abstractmethod
@@ -64,7 +64,8 @@ class Objective(ABC):
         """The examples of `records`; see `make_examples`, whose `seed`, `train` and `names` are those of `read`."""
 
     def frame(self, read: "Reader") -> Frame:
-        """What is put around a document: the beginning of text, if the tokenizer's own template has one, and its end."""
+        """What is put around a document: the beginning-of-text token, if the tokenizer's own template has one, and the end-of-text
+        token."""
         return read.bos, read.eos
 
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
@@ -73,11 +74,12 @@ class Objective(ABC):
         return None
 
     def settle(self, config: Any) -> Mapping[str, Any]:
-        """Refuse a model whose config.json says that it is for something else. Returns the keys that it must say from now on."""
+        """Refuse a model whose config.json says that it is for something else. Returns the keys that it must contain from now
+        on."""
         return {}
 
     def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
-        """The ids that end a text of a model trained so, besides the end of text."""
+        """The ids that end a text of a model trained in this way, besides the end-of-text token."""
         return ()
 
     def mixed(self, sources: Sequence[Examples]) -> None:
@@ -85,11 +87,11 @@ class Objective(ABC):
         return None
 
     def unlike(self, found: Examples, held_out: Examples) -> str:
-        """What the held-out last part of the data lacks and the rest has, if that is no chance; empty otherwise."""
+        """What the held-out last part of the data lacks and the rest has, if that is unlikely to be chance; empty otherwise."""
         return ""
 
     def targets(self, labels: "Tensor") -> "Tensor":
-        """The labels of a batch that predictions stand against, one each."""
+        """The labels of a batch with which predictions are compared, one each."""
         return labels
 
     def told(self, logits: "Tensor") -> "Tensor":
@@ -116,7 +118,7 @@ class Asked(ABC):
         """The answer to each question, from the scores (n, 2) of every example in order."""
 
     def parted(self, rows: Sequence[Any]) -> list[list[Any]]:
-        """What there is of each example, put together by question."""
+        """Values per example, grouped by question."""
         out: list[list[Any]] = [[] for _ in range(self.of[-1] + 1)]
         for number, row in zip(self.of, rows, strict=True):
             out[number].append(row)
@@ -128,7 +130,7 @@ T = TypeVar("T", bound=type[Objective])
 
 
 def register(cls: T) -> T:
-    """Make an objective known by its name."""
+    """Register an objective under its name."""
     OBJECTIVES[cls.name] = cls()
     return cls
 

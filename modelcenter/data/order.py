@@ -1,4 +1,4 @@
-"""Which example stands at a position of a run: a pure function of the seed and the position, counted in samples from 0 on.
+"""The example at each position of a run: a pure function of the seed and the position, counted in samples from 0 on.
 
 Sample p of n examples is the `p % n`-th of epoch `p // n`. Nothing here depends on ranks, micro-batches or where a run began.
 """

@@ -1,7 +1,7 @@
-"""Sequences side by side in one row without padding, none of which sees another: a few in a row of fixed size, or all of a batch.
+"""Packs sequences into one row without padding, none of which sees another: a few in a row of fixed size, or all of a batch.
 
 A model finds the sequences by their bounds (`cu_seq_lens_q` and `_k`), and their positions restart. Bins are made once, from
-lengths alone: an epoch changes their order, and not what lies beside what.
+lengths alone: epochs change the order of bins, but not what each bin contains.
 """
 
 from bisect import bisect_left, insort
@@ -73,8 +73,8 @@ class Packed(Examples):
 
 
 def fill(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Bins of items whose lengths sum to at most `size`: the better result of two ways, of which neither is always better when a
-    bin holds two or three items. If both leave more than a hundredth free, and more than necessary, a third and slower way is tried
+    """Bins of items whose lengths sum to at most `size`: the better result of two methods, neither of which is always better when a
+    bin holds two or three items. If both leave more than a hundredth free, and more than necessary, a third, slower method is tried
     too."""
     found = min(best_fit(lengths, size), exact_fit(lengths, size), key=len)
     if sum(lengths) >= FULL * size * len(found) or len(found) == -(-sum(lengths) // size):
@@ -86,7 +86,7 @@ Completion = Callable[[NDArray[np.int64], int], list[int]]  # how many of each l
 
 
 def one_or_two(have: NDArray[np.int64], room: int) -> list[int]:
-    """Fill each bin with what fits exactly, one item or two, or else with the longest that fits, and so on."""
+    """Fill each bin with what fits exactly, one item or two, or otherwise with the longest item that fits, and so on."""
     found: list[int] = []
     while True:
         fits = np.flatnonzero(have[: room + 1])
@@ -100,8 +100,8 @@ def one_or_two(have: NDArray[np.int64], room: int) -> list[int]:
 
 
 def any_number(have: NDArray[np.int64], room: int) -> list[int]:
-    """The items that leave least of the room free, and of such sets the one with the longest first (Gupta and Ho, 1999: the
-    minimum bin slack, here by the sums that can be reached, a bit each)."""
+    """The items that leave the least room free, and of such sets the one whose first item is longest (Gupta and Ho, 1999: minimum
+    bin slack, here by the set of reachable sums, one bit each)."""
     lengths = np.flatnonzero(have[: room + 1]).tolist()
     reached, most = [1], (2 << room) - 1  # bit s: some of the lengths so far sum to s
     for length in lengths:

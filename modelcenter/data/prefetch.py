@@ -1,4 +1,4 @@
-"""Batches made by another thread while the model works. Order and content are the loader's; no state is kept here."""
+"""Makes batches in another thread while the model works. Order and content are the loader's; no state is kept here."""
 
 from collections.abc import Generator, Iterator
 from queue import Empty, Queue

@@ -1,4 +1,4 @@
-"""Rows of token ids end to end, of any number and length, in little memory."""
+"""Stores rows of token ids end to end, of any number and length, in little memory."""
 
 import os
 import weakref

@@ -1,4 +1,4 @@
-"""Records of a recipe's data: which files a path means, and their records, split for training and evaluation.
+"""The records of a recipe's data: which files a path means, and their records, split for training and evaluation.
 
 A path is a file, a folder or a glob; several paths are read one after the other, or mixed by weights. Nothing here imports torch.
 """
@@ -57,8 +57,8 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
 
 
 def within(folder: Path, key: str) -> list[Path]:
-    """Every file below `folder`, behind links too, but each folder once, and none that is hidden. A folder that cannot be read is
-    refused, because its data would be missing without a word."""
+    """Every file below `folder`, through links too, but each folder once, and none that is hidden. A folder that cannot be read is
+    refused, because its data would be missing silently."""
     found, seen = list[Path](), set[str]()
 
     def no(error: OSError) -> NoReturn:
@@ -73,7 +73,7 @@ def within(folder: Path, key: str) -> list[Path]:
 
 
 def is_file(file: Path, key: str) -> bool:
-    """Whether it is a file. A link to nothing is refused, as data that nobody has fetched yet."""
+    """Whether it is a file. A dangling link is refused: its data have not been fetched yet."""
     if file.is_symlink() and not file.exists():
         refuse(file, key, "a link to what is not there", "the data that it stands for, or a glob of those that are there")
     return file.is_file()
@@ -123,7 +123,7 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
 
 
 def read_split(data: DataConfig) -> tuple[Part, Part]:
-    """The training and the evaluation records that a recipe names; the latter is empty where it names none."""
+    """The training and the evaluation records that a recipe names; the latter are empty if it names none."""
     if data.path is None:
         refuse_missing(None, "data.path", "absent", "a file, a folder or a glob")
     train = read_sources(data.path, data)
@@ -136,7 +136,7 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
 
 
 def held_of_one(data: DataConfig, held: Part) -> str:
-    """The file that all that is held out is of, where `data.path` lists several; empty otherwise."""
+    """The file from which all held-out records come, if `data.path` lists several files; empty otherwise."""
     if not isinstance(data.path, tuple) or len(data.path) == 1 or data.eval_path is not None or not len(held):
         return ""
     if isinstance(held, Tokens):

@@ -1,4 +1,4 @@
-"""A record, which knows where it comes from, and sequences of records that are read when they are asked for."""
+"""A record, which knows where it comes from, and sequences of records that are read on demand."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ROWS = {  # what rows of these fields are for, where another field is looked for
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Fields, with the place that they came from: a line, or, for a whole document, the character where it starts."""
+    """Fields, with the place from which they came: a line, or, for a whole document, the character where it starts."""
 
     fields: dict[str, Any]
     file: str
@@ -55,7 +55,7 @@ class Record:
         self.refuse(f"no field {key!r}", f"{said} ({option} names the field{told})")
 
     def refuse_ids(self, key: str, option: str) -> NoReturn:
-        """Refuse to be asked for a field, where a token file has ids alone: as a rule for the text to make a tokenizer of."""
+        """Refuse the request for a field if a token file has only ids: usually for text on which to train a tokenizer."""
         from .indexed import TokenFile  # which imports this file
 
         made = str(TokenFile(Path(self.file)).made_by.get("tokenizer", ""))
@@ -89,12 +89,13 @@ class Record:
         return str(value) if type(value) in (int, float) else self.text(key, option)
 
     def unfolded(self, key: str, value: Any) -> Any:
-        """`value`, or the list whose JSON it is: a table can hold one only so. What looks like a list otherwise is refused."""
+        """`value`, or the list whose JSON it is: the only way in which a table can hold a list. Anything else that looks like a
+        list is refused."""
         listed = isinstance(value, str) and LIST.fullmatch(value)
         return self.loaded(key, value, "its JSON, as json.dumps writes it") if listed else value
 
     def loaded(self, key: str, value: Any, wanted: str) -> Any:
-        """`value`, or what its JSON says, of a field that is never text itself; None of a cell that nobody filled in."""
+        """`value`, or the value of its JSON, for a field that is never text itself; None for an empty cell."""
         if not isinstance(value, str):
             return value
         if not value:
@@ -117,7 +118,7 @@ class Record:
 
 
 def reached(fields: dict[str, Any], key: str) -> Iterator[Any]:
-    """What `key` names: a field, or, at a dot, one of a field that is a mapping; names may have dots themselves."""
+    """What `key` names: a field, or, after a dot, one within a field that is a mapping; names may contain dots themselves."""
     if key in fields:
         yield fields[key]
     for dot in (place for place, letter in enumerate(key) if letter == "."):
@@ -126,7 +127,7 @@ def reached(fields: dict[str, Any], key: str) -> Iterator[Any]:
 
 
 def dotted(fields: dict[str, Any], before: str = "") -> Iterator[str]:
-    """The names of fields, those of what is in mappings behind dots; below the fourth dot they are not listed."""
+    """The names of fields, with those inside mappings after dots; below the fourth dot they are not listed."""
     for name, value in fields.items():
         if isinstance(value, dict) and value and before.count(".") < 4:
             yield from dotted(value, f"{before}{name}.")

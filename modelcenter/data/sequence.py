@@ -1,4 +1,4 @@
-"""Examples that are a sequence of ids and one of labels, and the documents that they are cut from."""
+"""Examples that consist of a sequence of ids and one of labels, and the documents from which they are cut."""
 
 import warnings
 from abc import ABC, abstractmethod

@@ -1,6 +1,6 @@
-"""The bytes of a file by their offsets. Nothing is held in memory: a file of any size needs a few megabytes.
+"""The bytes of a file by their offsets. A file of any size needs only a few megabytes of memory.
 
-Bytes are read, not mapped: a file that shrinks while it is mapped kills the process, and here it is refused.
+Bytes are read, not memory-mapped: a mapped file that shrinks kills the process, whereas here it is refused.
 """
 
 import errno

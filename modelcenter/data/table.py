@@ -1,6 +1,6 @@
-"""Records out of Arrow tables: parquet files, and what the `datasets` library saves or fetches.
+"""Records from Arrow tables: parquet files, and what the `datasets` library saves or downloads.
 
-Both libraries are imported where they are used. A row group of parquet is in memory at a time; a dataset is mapped.
+Both libraries are imported where they are used. Of a parquet file one row group at a time is in memory; a dataset is memory-mapped.
 """
 
 import json

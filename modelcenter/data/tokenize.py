@@ -1,11 +1,11 @@
-"""Text into token files, by several processes; the work continues after a kill.
+"""Turns text into token files, with several processes; after a kill the work continues.
 
-While it runs there are, hidden beside the result, the ids and lengths written so far, and a journal that says how far they are
-good. Parts of the records are encoded in any process and appended in order. The journal moves on when a part is on the disk, and
-what lies behind its mark is cut off when work continues. At the end the files get their names, NAME.json last. A hash in it
-identifies the contents, the tokenizer and the options, so that the same command has nothing left to do. Contents are hashed once:
-each hash is stored with the name, size and time of the file, and a file that still has these is not read for it again. A file that
-was touched, moved or copied is read; if it holds the same, NAME.json gets the new name and time.
+During the work, hidden files beside the result hold the ids and lengths written so far, and a journal says up to where they are
+valid. Parts of the records are encoded in any process and appended in order. The journal advances when a part is on disk; anything
+beyond its mark is cut off when work continues. At the end the files get their names, NAME.json last. A hash in it identifies the
+contents, the tokenizer and the options, so repeating the same command does nothing. Contents are hashed once: each hash is stored
+with the name, size and time of the file, and a file for which these are unchanged is not read again. A file that was touched, moved
+or copied is read; if its contents are the same, NAME.json gets the new name and time.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
-"""Text to token ids and back: tokenizers of the tokenizers library, a table of characters, or one of transformers.
+"""Text to token ids and back: a tokenizer of the tokenizers library, a table of characters, or a tokenizer of transformers.
 
-`tokenizer_open.py` reads one from a folder, `tokenizer_train.py` makes one from the training text. `save` writes a folder that
+`tokenizer_open.py` reads one from a folder, `tokenizer_train.py` trains one on the training text. `save` writes a folder that
 transformers.AutoTokenizer opens, with equal ids.
 """
 
@@ -36,8 +36,8 @@ class Tokenizer:
         ids = torch.tensor([tokenizer.encode("Hello")])
         text = tokenizer.decode(model.generate(ids)[0])
 
-    `encode` one text, `encode_pair` two, `encode_all` many; `decode` ids; `save` a folder. It does not pad: what goes on in batches
-    through a model of one's own loop takes transformers.AutoTokenizer of the same folder, whose ids are the same.
+    `encode` one text, `encode_pair` two, `encode_all` many; `decode` ids; `save` a folder. It does not pad: for batches in your own
+    loop use transformers.AutoTokenizer with the same folder, which gives the same ids.
     """
 
     chat_template: str | None = None  # jinja2's text
@@ -86,8 +86,8 @@ class Tokenizer:
 
     @property
     def puts_bos(self) -> bool:
-        """Whether its template puts the beginning of text before a text. Around an empty one the same token may be its end: a word
-        of its own tells."""
+        """Whether its template puts the beginning-of-text token before a text. This is tried with a word, because around an empty
+        text the same token may be the end."""
         bos, special = self.bos_id, self.special_ids
         if bos is None or self.encode("")[:1] != [bos] or bos != self.eos_id:
             return bos is not None and self.encode("")[:1] == [bos]
@@ -114,7 +114,7 @@ class Tokenizer:
 
     @property
     def behaviour(self) -> str:
-        """All that decides how a text is cut, where the tokenizer can say it."""
+        """Everything that decides how a text is split, as far as the tokenizer can say it."""
         said: str = self.raw.to_str()
         return said
 
@@ -140,7 +140,7 @@ class Tokenizer:
 
     @contextmanager
     def cutting(self, texts: Sequence[str]) -> Iterator[None]:
-        """A context in which the library cuts `texts`: the first that it cannot cut is refused."""
+        """A context in which the library splits `texts`: the first one that it cannot split is refused."""
         try:
             yield
         except Exception as e:
@@ -154,14 +154,14 @@ class Tokenizer:
             raise
 
     def begin(self, text: str) -> list[int]:
-        """The ids of a text that is to be continued: in the template, without the end of text that this may add."""
+        """The ids of a text that is to be continued: in the template, without the end-of-text token that this may add."""
         ids, plain = self.encode(text), self.encode(text, special=False)
         ended = ids[-1:] == [self.eos_id] and ids[len(ids) - len(plain) :] != plain
         return ids[:-1] if ended else ids
 
     def end_texts(self) -> None:
-        """Let the template end every text with the end of text, as T5's does, unless it does so already: an encoder that is trained
-        on ended sources is then asked with such, here and by transformers."""
+        """Make the template end every text with the end-of-text token, as T5's does, unless it does so already: so an encoder that
+        was trained on ended sources also gets ended ones in use, here and in transformers."""
         token, end = self.special["eos"], self.eos_id
         if self.encode("")[-1:] == [end]:
             return
@@ -171,13 +171,13 @@ class Tokenizer:
 
     @cached_property
     def inside(self) -> "Tokenizer":
-        """The same for texts that go on where others end: without the space that some (LLaMA's) put before every text."""
+        """The same for texts that continue others: without the space that some tokenizers (LLaMA's) put before every text."""
         said = json.loads(self.raw.to_str())
         bare = said | {part: unspaced(said[part]) for part in ("normalizer", "pre_tokenizer")}
         return self if bare == said else Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(bare)), self.special, self.name)
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The ids of each text without the template: the same as one by one, and made by all cores."""
+        """The ids of each text without the template: the same as one by one, but computed on all cores."""
         with self.cutting(texts):
             found = self.raw.encode_batch_fast(texts, add_special_tokens=False)
         for encoding in found:
@@ -193,7 +193,7 @@ class Tokenizer:
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
                      ) -> Iterator[tuple[list[int], list[int]]]:
-        """The same of each pair. All cores cut the texts, and each text once: a passage may stand in hundreds of pairs."""
+        """The same for each pair. All cores split the texts, and each text only once: a passage may occur in hundreds of pairs."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair if text is not None))
         with self.cutting(texts):
             cut = dict(zip(texts, self.raw.encode_batch_fast(texts, add_special_tokens=False), strict=True))
@@ -207,7 +207,8 @@ class Tokenizer:
             yield encoding.ids, encoding.type_ids
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
-        """The ids of words with the template's special tokens, `limit` at most, and of each the number of its word (None: of none).
+        """The ids of words with the template's special tokens, `limit` at most, and for each id the number of its word (None: no
+        word).
 
         A tokenizer that keeps spaces with the words that follow them (GPT-2's) is given these spaces.
         """
@@ -250,7 +251,7 @@ class Tokenizer:
             begin += sides.count(1) - stride
 
     def encode_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of `text` without the template, and of each the characters from and to which it stands."""
+        """The ids of `text` without the template, and for each id the range of characters that it covers."""
         with self.cutting([text]):
             encoding = self.raw.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
@@ -318,7 +319,7 @@ def unspaced(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class Uncut(InputError):
-    """A text that the library cannot cut: as a rule its vocabulary lacks a word, and has no token for what is unknown."""
+    """A text that the library cannot split: usually its vocabulary lacks a word, and has no token for unknown ones."""
 
     wanted = "a tokenizer with a token for unknown words"
 

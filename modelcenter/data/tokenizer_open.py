@@ -1,8 +1,9 @@
-"""Tokenizers of Hugging Face folders.
+"""Opens the tokenizers of Hugging Face folders.
 
-tokenizer.json is read by the tokenizers library; vocab.txt (BERT) and vocab.json with merges.txt (GPT-2) are built on it; what is
-left (sentencepiece, CPM-Ant) goes through transformers, imported there. LLaMA's tokenizer.json counts as it stands, as to
-transformers 4; 5 makes another one of its vocabulary, which cuts texts that begin with a space, or hold special tokens, otherwise.
+The tokenizers library reads tokenizer.json; tokenizers for vocab.txt (BERT) and vocab.json with merges.txt (GPT-2) are built with
+it; all others (sentencepiece, CPM-Ant) go through transformers, which is imported only then. LLaMA's tokenizer.json is used as it
+is, as in transformers 4; transformers 5 builds a new tokenizer from its vocabulary, which splits texts that begin with a space, or
+contain special tokens, differently.
 """
 
 import json
@@ -42,8 +43,8 @@ FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added
 
 
 def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
-    """What a recipe's `tokenizer` says: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, `fim:8000`, made of `texts`; a folder,
-    a preset or a hub id."""
+    """The tokenizer that a recipe's `tokenizer` names: `char`, `bpe:8000`, `roberta:8000`, `span:8000`, `fim:8000`, trained on
+    `texts`; or a folder, a preset or a hub id."""
     kind, _, size = spec.partition(":")
     if spec == "char":
         return CharTokenizer.train(texts)
@@ -58,10 +59,10 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | None] | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder, a preset or a hub id; of the latter two only the tokenizer's files are downloaded.
+    """Load the tokenizer of a folder, a preset or a hub id; for the latter two only the tokenizer's files are downloaded.
 
-    `presets`: names that stand for hub ids; absent, those of the families. Errors: `InputError` for a name that is neither, and for
-    a tokenizer whose files are missing, broken or of an unknown kind. Of an adapter without one it is its base's.
+    An adapter without a tokenizer gives that of its base. `presets`: names that stand for hub ids; by default those of the
+    families. Errors: `InputError` for an unknown name, and for a tokenizer whose files are missing, broken or of an unknown kind.
     """
     if not isinstance(name, str | os.PathLike):
         refuse(None, "name", f"a {type(name).__name__}", "a folder, a preset or a hub id")
@@ -90,7 +91,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a folder, by what files there are."""
+    """The tokenizer of a folder, depending on its files."""
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder, config)
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
@@ -109,8 +110,8 @@ def _found(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _check_vocabulary(folder: Path, found: Tokenizer) -> None:
-    """Refuse what has special tokens alone, as transformers makes it of a folder without a vocabulary: no text would have a token,
-    and the data would be blamed."""
+    """Refuse a tokenizer with nothing but special tokens, such as transformers makes from a folder without a vocabulary: no text
+    would have a token, and the error would blame the data."""
     if not isinstance(found, ForeignTokenizer) and found.raw.get_vocab_size(with_added_tokens=False) > len(found.special_ids) + 1:
         return  # without a list of them all
     own = isinstance(found, ForeignTokenizer) or (folder / "tokenizer.json").is_file()  # words may all be added ones
@@ -269,7 +270,7 @@ def _fetch(name: str, presets: Mapping[str, str | None] | None) -> Path:
 
 
 def _of_base(folder: Path, presets: Mapping[str, str | None] | None) -> Path:
-    """The folder of the base, where this one holds an adapter and no tokenizer, as peft leaves it; any other as it is."""
+    """The folder of the base, if this one holds an adapter and no tokenizer, as written by peft; otherwise the folder itself."""
     if _held(folder) or not (folder / ADAPTER[0]).is_file():
         return folder
     said = read_json(folder / ADAPTER[0])

@@ -1,4 +1,4 @@
-"""Tokenizers that need no folder: trained on a run's own texts."""
+"""Trains tokenizers on a run's own texts; they need no folder."""
 
 from collections.abc import Iterable
 from pathlib import Path

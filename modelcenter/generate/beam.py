@@ -1,4 +1,4 @@
-"""Beam search, also in groups that differ from one another.
+"""Beam search, optionally in groups that differ from one another (diverse beam search).
 
 b prompts, g groups, n beams of a group, c candidates, v vocabulary, t tokens so far. Rows of the state are (b g n), in this order.
 """

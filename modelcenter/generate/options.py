@@ -1,6 +1,6 @@
 """The options of `generate`, under transformers' names, and where each value comes from. Torch-free.
 
-The metadata of a field are its help text and its bounds, as in a recipe.
+The metadata of a field hold its help text and its bounds, as in a recipe.
 """
 
 from collections.abc import Mapping
@@ -42,21 +42,21 @@ class Options:
     max_new_tokens: int | None = field(
         default=None, metadata=says("most tokens to generate; absent: max_length, else 20, or 64 by the command", min=1)
     )
-    max_length: int | None = field(default=None, metadata=says("the same, the prompt counted too", min=1))
+    max_length: int | None = field(default=None, metadata=says("the same, including the prompt", min=1))
     min_new_tokens: int | None = field(
-        default=None, metadata=says("fewest tokens to generate before an end; absent: min_length", min=0)
+        default=None, metadata=says("fewest tokens to generate before an end token; absent: min_length", min=0)
     )
-    min_length: int = field(default=0, metadata=says("the same, the prompt counted too", min=0))
+    min_length: int = field(default=0, metadata=says("the same, including the prompt", min=0))
     do_sample: bool = field(default=False, metadata=says("sample each token instead of taking the likeliest"))
     temperature: float = field(default=1.0, metadata=says("divides the scores before sampling", min=1e-6))
-    top_k: int = field(default=50, metadata=says("sample among the so many likeliest tokens; 0: all", min=0))
+    top_k: int = field(default=50, metadata=says("sample among this many most likely tokens; 0: all", min=0))
     top_p: float = field(
-        default=1.0, metadata=says("sample among the likeliest tokens that make up this probability", above=0, max=1)
+        default=1.0, metadata=says("sample among the most likely tokens that together have this probability", above=0, max=1)
     )
     min_p: float = field(
-        default=0.0, metadata=says("sample among tokens at least this share as likely as the likeliest", min=0, max=1)
+        default=0.0, metadata=says("sample among tokens at least this fraction as likely as the most likely one", min=0, max=1)
     )
-    num_beams: int = field(default=1, metadata=says("beams of a beam search; 1: none", min=1))
+    num_beams: int = field(default=1, metadata=says("beams of a beam search; 1: no beam search", min=1))
     num_beam_groups: int = field(default=1, metadata=says("groups of beams that should differ", min=1))
     diversity_penalty: float = field(
         default=0.0, metadata=says("subtracted from a token's score for each beam of an earlier group that has it", min=0)
@@ -66,7 +66,7 @@ class Options:
         default=False, metadata=says("true: stop at num_beams finished; false: if a better one is unlikely; never: if impossible")
     )
     num_return_sequences: int = field(default=1, metadata=says("texts for each prompt", min=1))
-    repetition_penalty: float = field(default=1.0, metadata=says("scores of tokens that have occurred are divided by it", above=0))
+    repetition_penalty: float = field(default=1.0, metadata=says("divides the scores of tokens that have occurred", above=0))
     frequency_penalty: float = field(default=0.0, metadata=says("subtracted from a token's score for each time it was generated"))
     presence_penalty: float = field(default=0.0, metadata=says("subtracted once from the score of a token that was generated"))
     no_repeat_ngram_size: int = field(default=0, metadata=says("no n-gram of this size occurs twice; 0: no limit", min=0))
@@ -81,7 +81,7 @@ class Options:
     eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=says("the id, or ids, that end a sequence"))
     pad_token_id: int | None = field(default=None, metadata=says("the id that fills up a sequence that has ended", min=0))
     decoder_start_token_id: int | None = field(default=None, metadata=says("the first id of a target", min=0))
-    seed: int | None = field(default=None, metadata=says("seed of the sampling; absent: another each time", min=0))
+    seed: int | None = field(default=None, metadata=says("seed of the sampling; absent: a new one each time", min=0))
 
     def __post_init__(self) -> None:
         if self.num_beams % self.num_beam_groups:

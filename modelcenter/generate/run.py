@@ -1,6 +1,6 @@
 """`generate`: options (options.py) in, token ids out. Greedy decoding and sampling are here, beam search is in beam.py.
 
-The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` tells which rows end.
+The rows and their cache are a `State`; `rules` change scores before a token is chosen; a `Stop` decides which rows end.
 """
 
 from collections.abc import Iterable
@@ -37,22 +37,22 @@ def generate(
     stopping_criteria: Iterable[Criterion] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Generate token ids (b * num_return_sequences, tokens): the prompt and what follows it, or, of an encoder-decoder, the target
-    from its start token on.
+    """Generate token ids (b * num_return_sequences, tokens): the prompt and its continuation, or, with an encoder-decoder, the
+    target from its start token on.
 
-    `input_ids` (b s), padded on the left where `attention_mask` is 0. Without a mask, a decoder's prompt counts as padded where it
-    is `pad_token_id`, unless that id ends rows. The options are the fields of `generate.options.Options`, with
-    transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
-    `generation_config` (an object or a mapping), or else from the generation_config.json that came with the weights, or else from
+    `input_ids` (b s) are padded on the left, where `attention_mask` is 0. Without a mask, tokens of a decoder's prompt that equal
+    `pad_token_id` count as padding, unless that id is also an end token. The options are the fields of `generate.options.Options`,
+    with transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
+    `generation_config` (an object or a mapping), else from the generation_config.json that came with the weights, else from
     config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as
-    transformers' does. Sampling repeats by its `seed`, not by torch.manual_seed, whose generators it leaves as they are.
+    in transformers. Sampling depends on the option `seed`, not on torch.manual_seed; torch's own generators stay as they are.
 
     `streamer.put(ids)` is called with the prompt (b s), or with a target's start, then with every new column (b), and
-    `streamer.end()` at the end, as in transformers. `tokenizer.decode(ids)` is needed for `stop_strings`.
-    `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow: the number is that of the prompt, or, where several
-    sequences of each are sampled, of the row, as in transformers. A `logits_processor` is called with the ids (b t) and the scores
-    of the next token (b vocab) and returns other scores, before any are filtered for sampling; one of `stopping_criteria`, called
-    with the ids and None, returns which rows have ended (b). Errors: `InputError`.
+    `streamer.end()` at the end, as in transformers. `stop_strings` need a `tokenizer` with `decode(ids)`.
+    `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow; `row` is the number of the prompt, or, if several
+    sequences are sampled for each prompt, of the row, as in transformers. A `logits_processor` is called with the ids (b t) and the
+    scores of the next token (b vocab) and returns new scores, before they are filtered for sampling. Each of `stopping_criteria` is
+    called with the ids and None, and returns which rows have ended (b). Errors: `InputError`.
     """
     if not model.can_generate():
         refuse(None, "generate", f"a model with the task {model.task!r}", "one that predicts the next token")

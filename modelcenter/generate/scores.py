@@ -1,6 +1,6 @@
-"""What changes the scores of the next token before one is chosen. b rows, t tokens so far, v vocabulary.
+"""Rules that change the scores of the next token before one is chosen. b rows, t tokens so far, v vocabulary.
 
-The order is transformers': penalties, bans, lengths, constraints, a caller's own rules, then the filters of sampling.
+The order is that of transformers: penalties, bans, lengths, constraints, a caller's own rules, then the filters for sampling.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,9 +1,9 @@
-"""Generation's steps of one token, each a single call of the host, on a GPU. b rows, t tokens so far.
+"""Decoding steps of one token as CUDA graphs, each launched by a single call of the host. b rows, t tokens so far.
 
-A step of a small model has hundreds of kernels, and the host takes longer to call them than the GPU to run them. All steps make the
-same calls if no shape changes. So the cache is read to a fixed length, and places that are not filled yet are hidden
-(`layers.cache.Fixed`). The first step is made by calls, the second is recorded as a CUDA graph, and those that follow replay it.
-When the length that is read is full it doubles, and there is a new record.
+A step of a small model has hundreds of kernels, and the host takes longer to launch them than the GPU to run them. All steps make
+the same calls if no shape changes. So the cache is read to a fixed length, and places that are not filled yet are masked
+(`layers.cache.Fixed`). The first step runs as ordinary calls, the second is recorded as a CUDA graph, and later ones replay it.
+When that length is full it doubles, and a new graph is recorded.
 """
 
 import warnings

@@ -1,4 +1,5 @@
-"""Where a row ends: at a token, where its text holds a string, or where a caller's criterion says so. b rows, t tokens so far."""
+"""Where a row ends: at an end token, when its text contains a stop string, or when a caller's criterion says so. b rows, t tokens
+so far."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

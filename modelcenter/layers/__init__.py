@@ -1,4 +1,4 @@
-"""The parts every model is assembled from."""
+"""The parts from which every model is assembled."""
 
 from .adapter import Adapted
 from .attention import Attention

@@ -1,6 +1,6 @@
 """Multi-head attention. b batch, s queries, t keys, h heads, d head dim.
 
-Head counts are read off the tensors, never stored, so a tensor-parallel shard needs no fix-up.
+The number of heads is read from the tensors and never stored, so a tensor-parallel shard needs no fix-up.
 """
 
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What a forward was given, in one form.
+"""The arguments of a forward, in one form.
 
 Shapes: b batch, s tokens of this forward, t tokens with those already in the cache, n packed sequences.
 """
@@ -42,7 +42,7 @@ class Batch:
     pad: int | None = None  # the id of padding, for a classifier that is given no mask
 
     def prefixed(self, words: Tensor | None) -> "Batch":
-        """The batch as a prefix LM reads it: tokens before the first label of `words` (b s) see each other in both directions.
+        """The batch as a prefix LM reads it: tokens before the first label in `words` (b s) see each other in both directions.
         Without `words` all tokens do. Tokens that follow a filled cache are read causally, as in any model."""
         if self.cache is not None and self.cache.length:
             return self
@@ -64,7 +64,7 @@ class Batch:
         return replace(self, **doubled)
 
     def whole(self, x: Tensor) -> Tensor | None:
-        """`x` if it holds the hidden states of every place (b s dim); None if only of those `wanted` (1 n dim)."""
+        """`x` if it holds the hidden states of every position (b s dim); None if only those of the `wanted` ones (1 n dim)."""
         every = (self.target or self).x
         return None if self.wanted is not None and x.size(0) * x.size(1) < every.size(0) * every.size(1) else x
 
@@ -133,9 +133,9 @@ class Batch:
         return self.masked(causal, bias, angles)
 
     def restarts(self) -> Packing | None:
-        """The sequences of a row whose positions begin anew at 0, if nothing else says what the row holds. In training
-        transformers' models read such rows so, and DataCollatorWithFlattening says no more. The device is waited for; in compiled
-        code positions are not looked at."""
+        """The sequences of a row in which positions restart at 0, if nothing else says what the row holds. In training
+        transformers' models read such rows in this way, and DataCollatorWithFlattening gives no other information. This waits for
+        the device; in compiled code positions are not looked at."""
         at = self.positions
         if at is None or at.is_meta or fake(at) or torch.compiler.is_compiling():
             return None
@@ -151,7 +151,7 @@ class Batch:
         return Packing(ends, ends)
 
     def masked(self, causal: bool, bias: Tensor | None, angles: Angles | None) -> View:
-        """The same as a mask, if anything must be hidden for which kernels have no rule of their own."""
+        """The same as an explicit mask, if something must be hidden for which the kernels have no rule."""
         merged = partial(merge, *self.span, self.x.device, causal=causal, bias=bias)
         if self.packing is None:
             mask, rule = merged(real=self.mask, context=self.context if causal else None)

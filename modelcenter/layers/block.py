@@ -39,8 +39,8 @@ def ahead(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 class Block(nn.Module, ABC):
     """Attention, optional cross-attention and feed-forward around a residual stream. This is the unit that is sharded, recomputed
-    and compiled. Subclasses say where the norms stand. Dropout acts on what is added to the stream. A norm and the addition before
-    it are one op."""
+    and compiled. Subclasses place the norms. Dropout acts on what is added to the stream. A norm and the addition before it are one
+    op."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Stack(nn.Module):
         self.norm = norm
 
     def forward(self, x: Tensor, view: View, cross: View | None = None, wanted: Tensor | None = None) -> Tensor:
-        """b s dim. If only some places of b s are `wanted` (n indices into the flattened b s), only these (1 n dim): behind its
+        """b s dim. If only some positions are `wanted` (n indices into the flattened b s), only these (1 n dim): after its
         attention the last block computes no others."""
         out: Twice = x
         few = wanted is not None and plain(x) and len(wanted) < x.size(0) * x.size(1)

@@ -1,4 +1,4 @@
-"""What attention keeps between the forwards of one text. b batch, h heads, t tokens so far, d head dim."""
+"""The cache of keys and values that attention keeps between forwards. b batch, h heads, t tokens so far, d head dim."""
 
 from copy import copy
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ Pair = tuple[Tensor, Tensor]  # keys and values, b h t d
 class Cache:
     """Keys and values of the tokens seen so far, one pair for each attention layer.
 
-    `ahead` is how many tokens may follow the first forward. If it is given, each layer's memory is allocated once and filled in
-    place. If not, pairs grow by copying, which suits callers that cannot know the number or want gradients. `length`: the tokens
-    that a model has read so far. `copy.deepcopy` gives one with tensors of its own, for the same model: a prompt that was read once
-    can be gone on with in several ways. Errors: `InputError` for more tokens than `ahead`, other rows and another model.
+    `ahead` is the number of tokens that may follow the first forward. If it is given, each layer's memory is allocated once and
+    filled in place. If not, pairs grow by copying, which suits callers that do not know the number or want gradients. `length`: the
+    tokens that the model has read so far. `copy.deepcopy` gives a cache with its own tensors, for the same model: so a prompt that
+    was read once can be continued in several ways. Errors: `InputError` for more tokens than `ahead`, other rows, or another model.
     """
 
     length: int = 0

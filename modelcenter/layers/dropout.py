@@ -1,7 +1,7 @@
 """Dropout, alone and with the addition that follows it.
 
-The op that adds, or attends, does the dropping too. A dropout that somebody watches, by a hook, or has put another module in the
-place of, is called as it is, by itself.
+The op that adds, or attends, also applies the dropout. A dropout that has a hook, or that was replaced by another module, is called
+separately instead.
 """
 
 from torch import Tensor, nn
@@ -24,15 +24,15 @@ KNOWN = Dropout, nn.Dropout, nn.Identity
 
 
 def rate(dropout: nn.Module) -> float | None:
-    """The probability with which a call of it zeroes an element; None if it does anything else, so that it must be called."""
+    """The probability with which the module zeroes an element; None if it does anything else and so must be called."""
     if type(dropout) not in KNOWN or watched(dropout):
         return None
     return getattr(dropout, "p", 0.0) if dropout.training else 0.0
 
 
 def dropping(dropout: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None, float]:
-    """What an op that adds dropout(x) is to take: x, or what the module makes of it; a new seed, None where the op is to drop
-    nothing; the probability."""
+    """The arguments for an op that adds dropout(x): x, or the module's output if it must be called; a new seed, or None if the op
+    is to drop nothing; the probability."""
     p = rate(dropout)
     if p is None:
         return dropout(x), None, 0.0

@@ -36,14 +36,15 @@ class Head(nn.Module):
         return self.smoothing if self.training else 0.0
 
     def labelled_of(self, labels: Tensor) -> Tensor | None:
-        """From labels on the host, the indices that `prepared` would otherwise look for on the device in training, padded with
-        indices of ignored labels to a length that recurs; None if it looks for none. A thread that reads ahead calls this, so
-        whether the head is in training at this moment does not count."""
+        """The indices that `prepared` would otherwise look for on the device in training, computed from labels on the host and
+        padded with indices of ignored labels to a recurring length; None if the head needs none. The prefetch thread calls this, so
+        it does not matter whether the head is in training mode at that moment."""
         return None
 
     def prepared(self, batch: Batch) -> Batch:
-        """`batch` with what the head needs from the device, asked for before the body keeps the device busy. In training with
-        labels, also the places that are `wanted`, if the head reads no others, so that the last block computes no more."""
+        """`batch` with what the head needs from the device, requested before the body keeps the device busy. In training with
+        labels it also holds the positions that are `wanted`, if the head reads no others, so that the last block computes only
+        these."""
         return batch
 
     def check(self, labels: Tensor, batch: Batch) -> None:
@@ -89,9 +90,9 @@ class LMHead(Head):
         return torch.cat((known, none[:more]))  # each place once: a GPU would add up the gradients of one place one by one
 
     def prepared(self, batch: Batch) -> Batch:
-        """If few positions have a label, the others are left out. To know which ones, the device must be waited for, unless the
-        batch says it. Labels on `meta` have no values, those of a graph (torch.compile) none yet, and those under vmap several: all
-        of them count."""
+        """If few positions have a label, the others are left out. Finding them means waiting for the device, unless the batch says
+        which they are. Labels on `meta` have no values, those of a graph (torch.compile) none yet, and those under vmap several:
+        then all positions count."""
         if batch.labels is None or self.shift or not self.training or batch.labels.is_meta:
             return batch
         given = batch.labelled
@@ -125,7 +126,7 @@ class LMHead(Head):
         return scores[..., : self.vocab].clone()  # rows that only pad the vocabulary are no words; FSDP wants no view
 
     def total(self, x: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
-        """The summed loss of x (b s dim) against labels (b s). If `rows` (n) are given only these count, and x may hold just them
+        """The summed loss of x (b s dim) against labels (b s). If `rows` (n) are given, only these count, and x may hold just them
         (1 n dim)."""
         x, labels = x.flatten(0, -2), labels.flatten()
         if rows is not None:
@@ -203,11 +204,11 @@ class ClassifyHead(Head):
         return replace(batch, wanted=places(self.pick, self.seen(batch)))
 
     def compares(self, labels: Tensor) -> bool:
-        """Whether two passes are compared (R-Drop)."""
+        """Whether two passes of every row are compared (R-Drop)."""
         return self.training and self.r_drop > 0 and not labels.is_floating_point()
 
     def seen(self, batch: Batch) -> Batch:
-        """`batch` with a mask of its padding, if the ids tell what pads."""
+        """`batch` with a mask of its padding, if the ids tell where it is."""
         if batch.mask is None and batch.pad is not None and batch.x.dim() == 2:
             return replace(batch, mask=batch.x != batch.pad)
         return batch

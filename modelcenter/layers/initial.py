@@ -1,7 +1,8 @@
 """Initial weights. Every parameter is drawn from the seed and its own name, so the values depend neither on the mesh nor on the
 order in which a model is built.
 
-A tensor is drawn piece by piece, and a rank keeps of the pieces what it holds: the values are those of one draw of the whole.
+A tensor is drawn piece by piece, and a rank keeps its part of each piece: the values are those of a single draw of the whole
+tensor.
 """
 
 import hashlib

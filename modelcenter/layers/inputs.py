@@ -1,4 +1,4 @@
-"""A model's arguments, checked and made into a `Batch`.
+"""Checks a model's arguments and turns them into a `Batch`.
 
 Shapes: b batch, s tokens of this forward, t tokens with those already in the cache, n packed sequences.
 """
@@ -72,9 +72,9 @@ def batch_of(
 
 
 def shift_right(labels: Tensor, lengths: Tensor | None, start: int, pad: int) -> Tensor:
-    """What a decoder reads to write `labels` (b s): the labels shifted one to the right, `start` first, `pad` in place of -100.
+    """The decoder's input for `labels` (b s): the labels shifted one to the right, `start` first, `pad` in place of -100.
 
-    `lengths`: n + 1 cumulative lengths where sequences are packed into one row; each then begins with `start`.
+    `lengths`: n + 1 cumulative lengths, if sequences are packed into one row; each then begins with `start`.
     """
     ids = torch.nn.functional.pad(labels, (1, 0), value=start)
     if lengths is not None:  # where one ends the next begins
@@ -123,7 +123,8 @@ def check_places(ids: Any, x: Tensor, name: str) -> None:
 
 
 def boolean(mask: Tensor | None, x: Tensor, past: int, name: str) -> Tensor | None:
-    """A mask (b t) of `x` (b s, b s dim) behind `past` tokens, as bools. Any other shape is refused, lest it be broadcast."""
+    """The mask (b t) for `x` (b s, b s dim) after `past` tokens, as bools. Any other shape is refused, because it would be
+    broadcast."""
     if mask is None:
         return None
     check_mask(mask, name)

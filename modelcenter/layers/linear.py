@@ -13,7 +13,8 @@ from ..ops.linear import LOW, linear, linears, rounded
 
 
 class Linear(nn.Linear):
-    """nn.Linear, computed by `ops.linear`. Called with `bias=False` it leaves the bias to the caller, who can add it for less."""
+    """nn.Linear, computed by `ops.linear`. Called with `bias=False` it leaves the bias to the caller, who can add it more
+    cheaply."""
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
         return linear(x, self.weight, self.bias if bias else None)
@@ -45,9 +46,9 @@ def alone(layer: nn.Module, kind: type[nn.Module] = Linear) -> bool:
 
 
 def watched(layer: nn.Module) -> bool:
-    """Whether a call of the layer does more than its class's `forward`: there is a hook, or another forward in its place. A hook of
-    all modules is on what has weights: a dropout remains a part of the op that adds or attends, for attention would have to show
-    its probabilities, several times the work, to whoever only counts calls (torch's FlopCounterMode)."""
+    """Whether a call of the layer does more than its class's `forward`: there is a hook, or a replaced forward. A global hook
+    counts only for modules with weights: a dropout remains part of the op that adds or attends, because otherwise attention would
+    have to compute its probabilities, several times the work, just for a hook that counts calls (torch's FlopCounterMode)."""
     hooks: Any = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     hooks = hooks or (watched_all() and layer._parameters)
     return bool(hooks) or "forward" in vars(layer) or layer._compiled_call_impl is not None

@@ -1,7 +1,7 @@
 """Normalisation over the last axis, alone and after the addition to the residual stream.
 
-`dtype` is that of the norm, where it should not be that of what is normed. A norm that somebody watches, by a hook, or has given
-another `forward`, or put another module in the place of, is called as it is, by itself.
+`dtype` is the dtype of the norm, if it should differ from that of its input. A norm that has a hook or another `forward`, or that
+was replaced by another module, is called separately.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ from .linear import watched
 
 
 class Norm(nn.Module, ABC):
-    """A norm over the last axis, as two ops: `op` alone, and `add` behind an addition."""
+    """A norm over the last axis, as two ops: `op` alone, and `add` after an addition."""
 
     op: ClassVar[Op]
     add: ClassVar[Op]
@@ -63,12 +63,12 @@ class RMSNorm(Norm):
 
 
 def own(norm: nn.Module) -> TypeGuard[Norm]:
-    """Whether a call of it is its class's op and nothing else, so that another op of the class may take its place."""
+    """Whether a call of the norm is its class's op and nothing else, so that another op of the class may replace it."""
     return isinstance(norm, Norm) and type(norm).forward is Norm.forward and not watched(norm)
 
 
 def normed(norm: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """norm(x) in that dtype, which another module than ours need not know of."""
+    """norm(x) in that dtype, of which modules that are not ours need not know."""
     out: Tensor = norm(x, dtype) if isinstance(norm, Norm) else norm(x)
     return out if dtype is None else out.to(dtype)
 

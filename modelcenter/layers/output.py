@@ -13,13 +13,12 @@ KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values
 
 
 class Output(dict[Any, Any]):
-    """What a forward returns: a mapping whose keys are attributes too, to be read and to be set: a loss that is changed by either
-    way is changed for who asks by the other, and None takes a key away. An integer index counts the values that are there, as in
-    transformers.
+    """What a forward returns: a mapping whose keys are also attributes. Either way can read and set a value, and both see the
+    change; setting None removes a key. As in transformers, an integer index counts the values that are present.
 
-    Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and what a head adds: pooler_output, embeddings,
-    start_logits, end_logits. A key that this forward does not have is None when asked for by name, and is not among the items.
-    Any other attribute that nobody has set is an `AttributeError`. `Model.forward` gives the shapes.
+    Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and those that a head adds: pooler_output, embeddings,
+    start_logits, end_logits. A key that this forward does not have reads as None, and is not among the items. Any other attribute
+    that was never set is an `AttributeError`. `Model.forward` gives the shapes.
     """
 
     def __init__(self, *found: Any, **more: Any):
@@ -58,7 +57,7 @@ class Output(dict[Any, Any]):
 
 
 def put_back(values: Any, keys: Any) -> Output:
-    """The inverse of taking an output apart; torch may have put anything in place of its values."""
+    """The inverse of flattening an output; torch may have put anything in place of its values."""
     out = Output()
     out.update(zip(keys, values, strict=True))
     return out

@@ -1,4 +1,4 @@
-"""One vector for a sequence: one of its tokens, or their mean. `pick(x, batch)` makes b dim out of hidden states (b s dim)."""
+"""One vector for each sequence: one of its tokens, or their mean. `pick(x, batch)` turns hidden states (b s dim) into (b dim)."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def first_token(x: Tensor, batch: Batch) -> Tensor:
 
 
 def last_token(x: Tensor, batch: Batch) -> Tensor:
-    """The last real token of every sequence, wherever the padding stands."""
+    """The last real token of every sequence, wherever the padding is."""
     if batch.packing is not None:
         return x[0, batch.packing.q.there[1:] - 1]
     if batch.mask is None:
@@ -34,7 +34,7 @@ def mean_token(x: Tensor, batch: Batch) -> Tensor:
 
 
 def places(pick: Callable[[Tensor, Batch], Tensor], batch: Batch) -> Tensor | None:
-    """The places that `pick` reads, as indices into the flattened b s; None if it reads all."""
+    """The positions that `pick` reads, as indices into the flattened b s; None if it reads all."""
     if pick not in (first_token, last_token):
         return None
     b, s = batch.x.shape[:2]

@@ -1,4 +1,4 @@
-"""The ways to tell attention about positions: rotary angles, learned distance buckets, segments, and linear slopes.
+"""The ways in which attention knows about positions: rotary angles, learned distance buckets, segments, and linear slopes.
 
 Shapes: b batch, s queries, t keys, h heads, d head dim, r rotated channels.
 """
@@ -32,13 +32,13 @@ class Angles:
     interleaved: bool
 
     def rotate(self, x: Tensor, *, spare: bool = False) -> Tensor:
-        """Rotate the first r channels of x (b s h d). `spare`: x is not used again, so that the result may take its memory."""
+        """Rotate the first r channels of x (b s h d). `spare`: x is not used again, so the result may reuse its memory."""
         turned: Tensor = (rotary_ if spare else ops.rotary)(x, self.cos, self.sin, self.interleaved)
         return turned
 
 
 class Rotary(nn.Module):
-    """Rotary positions (Su et al., 2021). `frequencies` says how fast each pair of channels turns; a scaling of the positions is
+    """Rotary positions (Su et al., 2021). `frequencies` gives the frequency of each pair of channels; a scaling of the positions is
     another such function."""
 
     def __init__(self, channels: int, frequencies: Plain, *, interleaved: bool = False):
@@ -54,8 +54,8 @@ class Rotary(nn.Module):
         return Angles(angle.cos() * factor, angle.sin() * factor, self.interleaved)
 
     def turning(self, positions: Tensor, kind: torch.dtype) -> tuple[Tensor, float]:
-        """The frequencies in `kind` on the device of the positions, and the factor. Frequencies that no length changes are sent
-        there once, so that a forward, above all one of a single token, does not wait for a copy."""
+        """The frequencies in `kind` on the device of the positions, and the factor. Frequencies that do not depend on the length
+        are copied there once, so that a forward, above all one of a single token, does not wait for a copy."""
         by_length, place = self.frequencies.by_length, (positions.device, kind)
         # what a compiler or a dispatch mode sees is not what others may have, nor the other way round
         kept = not by_length and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
@@ -72,9 +72,9 @@ class Rotary(nn.Module):
 
 @dataclass(frozen=True)
 class Distances:
-    """A bias that depends on key - query alone. `vector` (h by queries + keys - 1) starts with the key furthest behind, and is at
-    least fp32. `served`: there is a kernel that takes it as it is. With a `prompt`, the number of positions of a first segment,
-    `vector` has two more entries: for a query of the prompt and a key of the rest, and the other way round. From the distance
+    """A bias that depends only on key - query. `vector` (h by queries + keys - 1) starts with the key furthest behind, and is at
+    least fp32. `served`: there is a kernel that takes it in this form. With a `prompt`, the number of positions of a first segment,
+    `vector` has two more entries: for a query in the prompt and a key in the rest, and the other way round. From the distance
     `reach` on, in either direction, all entries are equal (0: no such distance)."""
 
     vector: Tensor
@@ -89,8 +89,8 @@ class Distances:
         return spread(self.vector, self.queries, self.keys, self.keys, self.prompt)[None].contiguous()
 
     def row(self, at: Tensor) -> Tensor:
-        """The bias (1 h 1 t) of one query at the position `at` (1, on the device), behind the prompt. Its values for keys beyond
-        the query mean nothing."""
+        """The bias (1 h 1 t) of one query at the position `at` (1, on the device), after the prompt. Its values for keys beyond the
+        query are meaningless."""
         key = torch.arange(self.keys, device=at.device)
         found = self.vector[:, (key - at + self.keys - 1).clamp(max=self.keys - 1)]
         if self.prompt:
@@ -142,7 +142,7 @@ class RelativeBias(nn.Module):
 
 
 class SegmentBias(RelativeBias):
-    """CPM's relative bias: distance buckets within a segment, and one learned bias for each ordered pair of segments."""
+    """CPM-Ant's relative bias: distance buckets within a segment, and one learned bias for each ordered pair of segments."""
 
     def __init__(self, heads: int, buckets: int, max_distance: int, *, segments: int):
         super().__init__(heads, buckets, max_distance, bidirectional=True)
@@ -190,7 +190,7 @@ class ALiBi(nn.Module):
 
 
 def gaps(real: Tensor) -> bool:
-    """Whether a row of `real` (b t) hides something between tokens. Finding out waits for the device, so during training, and where
+    """Whether a row of `real` (b t) has padding between tokens. Finding out means waiting for the device, so in training, and where
     values cannot be read, no gaps are assumed."""
     known = type(real) is Tensor and not (real.is_meta or torch.compiler.is_compiling() or recording())
     if not known or torch.is_grad_enabled():

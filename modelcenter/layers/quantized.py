@@ -1,4 +1,4 @@
-"""Linear layers whose frozen weight is held in 4 or 8 bits (ops/quantize.py), to train an adapter on."""
+"""Linear layers with a frozen weight in 4 or 8 bits (ops/quantize.py), on which an adapter is trained."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from .linear import Linear
 
 
 class QuantizedLinear(nn.Module, ABC):
-    """A linear layer whose frozen weight is held as codes. It is made of a plain layer, takes its place, and can be turned back
+    """A linear layer whose frozen weight is stored as codes. It is made from a plain layer, replaces it, and can be turned back
     into one.
 
     The state is codes, scales and the bias; `weight` is a property, dequantised at each access. A Hugging Face folder holds whole
-    weights, so saving a model with such layers is refused: `linear()` gives each plain layer back first. The scales stay fp32
-    whatever dtype the module is cast to, because a rounded scale is another weight.
+    weights, so saving a model with such layers is refused: call `linear()` on each first, which returns the plain layer. The scales
+    stay fp32 whatever dtype the module is cast to, because rounding a scale would change the weight.
     """
 
     codes: Tensor
@@ -97,7 +97,7 @@ class QuantizedLinear(nn.Module, ABC):
 
 
 class NF4Linear(QuantizedLinear):
-    """The weight in 16 levels, a scale for every 64 of a row: 4.5 bits a weight. Dettmers et al., 2023."""
+    """The weight in 16 levels, with a scale for every 64 elements of a row: 4.5 bits per weight. Dettmers et al., 2023."""
 
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class NF4Linear(QuantizedLinear):
 
 
 class Int8Linear(QuantizedLinear):
-    """The weight in 255 levels, a scale for every row: 8 bits a weight and 32 a row. Dettmers et al., 2022."""
+    """The weight in 255 levels, with a scale for every row: 8 bits per weight and 32 per row. Dettmers et al., 2022."""
 
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

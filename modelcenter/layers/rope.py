@@ -1,9 +1,9 @@
-"""How fast rotary channels turn, and the ways to stretch positions beyond the length that a model was trained on.
+"""The frequencies of rotary channels, and the ways to stretch positions beyond the length that a model was trained on.
 
 A scaling is a frozen value. Called with (r rotated channels, length in tokens) it returns r/2 inverse frequencies in fp32, in
-radians a token, and the factor on cos and sin. The order of operations is that of transformers' `modeling_rope_utils`, so that
-frequencies are equal bit for bit. But here a call depends on its arguments alone, whereas transformers keeps what a longer input
-left behind.
+radians per token, and the factor on cos and sin. The order of operations is that of transformers' `modeling_rope_utils`, so the
+frequencies are equal bit for bit. But here a call depends only on its arguments, whereas transformers keeps state from a longer
+input.
 """
 
 import math
@@ -34,7 +34,7 @@ class Plain:
         return 1.0 / powers(self.theta, channels), 1.0
 
     def wrong(self, channels: int) -> Iterator[Wrong]:
-        """What no field may hold, for a head with `channels` rotated channels."""
+        """What is wrong with the fields, for a head with `channels` rotated channels."""
         if not self.theta > 1:
             yield "theta", self.theta, "a number above 1"
         factor = getattr(self, "factor", None)
@@ -124,8 +124,8 @@ class Yarn(Plain):
 
 @dataclass(frozen=True)
 class Llama3(Plain):
-    """Waves longer than original / `low` slowed by `factor`, shorter than original / `high` as trained, a ramp between.
-    Llama team, 2024 ("The Llama 3 herd of models") and Meta's reference code."""
+    """Waves longer than original / `low` are slowed by `factor`, those shorter than original / `high` stay as trained, a ramp
+    between. Llama team, 2024 ("The Llama 3 herd of models") and Meta's reference code."""
 
     factor: float = 8.0
     low: float = 1.0

@@ -1,4 +1,4 @@
-"""What a query may see: one object, built once a forward and handed down to every attention layer.
+"""What a query may see: one object, built once per forward and passed down to every attention layer.
 
 Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included), d head dim, n packed sequences.
 """
@@ -27,7 +27,7 @@ from .position import Angles, Distances
 @dataclass(frozen=True)
 class Ends:
     """Where n sequences end that are laid end to end. `there`: their n + 1 cumulative lengths (int32) on the device; `known`: the
-    same on the host, if it knows them. No sequence is longer than `longest`."""
+    same on the host, if known there. No sequence is longer than `longest`."""
 
     there: Tensor
     longest: int
@@ -40,7 +40,8 @@ class Ends:
 
     @cached_property
     def here(self) -> Sequence[int]:
-        """The cumulative lengths on the host. If it does not know them, it waits for the GPU, and there can be no CUDA graph."""
+        """The cumulative lengths on the host. If they are not known there, this waits for the GPU, and there can be no CUDA
+        graph."""
         return self.there.tolist() if self.known is None else self.known
 
 
@@ -111,8 +112,8 @@ class View:
     wanted: Tensor | None = None  # n: the places of b s, counted through, that are read of what the block makes; None: all
 
     def asked(self, x: Tensor, dtype: torch.dtype, head_dim: int) -> "View | None":
-        """The view of only the `wanted` places of x (b s dim, laid end to end as 1 (b s) dim), n of them in order, as packed
-        queries. None if that is impossible: nothing is wanted, what a query sees depends on its place, or no kernel takes such
+        """The view of only the `wanted` positions of x (b s dim, laid end to end as 1 (b s) dim), n of them in order, as packed
+        queries. None if that is impossible: nothing is wanted, what a query sees depends on its position, or no kernel takes such
         heads."""
         seen, placed = self.seen, self.causal or self.distances is not None or self.angles is not None or self.cache is not None
         if self.wanted is None or placed or not covers(x.new_empty((0, 1, 0, head_dim), dtype=dtype)):
@@ -132,8 +133,8 @@ class View:
         return View(packing=packing, seen=None if seen is None else seen.reshape(1, -1), masked=Once(lambda: self))
 
     def chosen(self, x: Tensor) -> Tensor:
-        """The wanted places (1 n dim) of x (b s dim). Behind the last attention no token sees another, so that this may be done
-        there."""
+        """The wanted positions (1 n dim) of x (b s dim). After the last attention no token sees another, so the others can be
+        dropped there."""
         return x if self.wanted is None else x.flatten(0, 1).index_select(0, self.wanted)[None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
@@ -179,8 +180,8 @@ class View:
         return torch.cat(parts, 2)
 
     def shown(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, drop: Callable[[Tensor], Tensor]) -> Tensor:
-        """`attend`, where `drop` is called with the probabilities (b h s t). No kernel gives them away, but attending to a unit
-        matrix does, to as many of its columns at a time as a head has."""
+        """`attend`, where `drop` is called with the probabilities (b h s t). No kernel returns them, but attending to a unit matrix
+        does, to as many of its columns at a time as a head has."""
         (heads, t, d), each = k.shape[1:], q.size(1) // k.size(1)
         unit = torch.eye(t, -(-t // d) * d, dtype=v.dtype, device=v.device).expand(len(v), heads, -1, -1)
         parts = [self.attend(q, k, columns, scale, 0.0) for columns in unit.split(d, -1)]
@@ -192,19 +193,20 @@ class View:
         return (None, None) if self.packing is None else self.packing.ends
 
     def by_ours(self, op: Op, given: Sequence[Any], q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """`attend` by an op of ours, which takes b s h d as the projections leave it, and behind the values what is `given`."""
+        """`attend` with one of our ops, which takes b s h d as the projections leave it, and after the values the `given`
+        arguments."""
         seed = ops.draw(q.device) if dropout else None
         scale = q.size(-1) ** -0.5 if scale is None else scale
         out: Tensor = op(*(x.transpose(1, 2) for x in (q, k, v)), *given, scale, self.causal, seed, dropout)
         return out.transpose(1, 2)
 
     def by_distance(self, bias: Distances, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """`attend` with a bias by distance, of which no mask is made."""
+        """`attend` with a bias by distance, without expanding it into a mask."""
         given = (bias.vector, self.seen, *self.lengths, self.context, bias.queries, bias.keys, bias.prompt, bias.reach)
         return self.by_ours(ops.relative_attention, given, q, k, v, scale, dropout)
 
     def by_lengths(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float) -> Tensor:
-        """`attend` of all sequences of a packed row, or of a context that is seen by all, in one kernel of ours."""
+        """`attend` for all sequences of a packed row, or for a context that all tokens see, in one of our kernels."""
         span = (q.size(2), k.size(2)) if self.packing is None else self.packing.span
         given = (None, self.seen, *self.lengths, self.context, *span, 0, 0)
         return self.by_ours(ops.relative_attention, given, q, k, v, scale, dropout)

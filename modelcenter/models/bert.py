@@ -3,7 +3,7 @@ Devlin et al., 2018.
 
 The masked-word head is a dense layer, the activation, a norm and the embedding's own table, with a bias of its own. The
 pooler (tanh of a projection of the first token) belongs to the tasks that use it: classify, and the backbone as
-transformers saves it. MiniLM (Wang et al., 2020) and the sentence encoders made of it are the same layout.
+transformers saves it. MiniLM (Wang et al., 2020) and the sentence encoders built on it have the same layout.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""BLOOM: a causal decoder that tells positions by ALiBi and normalises its embeddings. BigScience Workshop, 2022.
+"""BLOOM: a causal decoder that encodes positions with ALiBi and normalises its embeddings. BigScience Workshop, 2022.
 
 Queries, keys and values are one matrix whose rows are interleaved head by head.
 """

@@ -1,4 +1,4 @@
-"""CPM: the Chinese pretrained models of Tsinghua and OpenBMB. Each is a class of its own; this one only finds the right one."""
+"""CPM: the Chinese pretrained models of Tsinghua and OpenBMB. Each has its own class; this one only finds the right one."""
 
 from os import PathLike
 from typing import Any
@@ -9,7 +9,7 @@ from .cpm_ant import CPMAnt
 
 
 class CPM:
-    """The CPM models: `CPM.from_pretrained(name)` gives the class that config.json names; options as of `modelcenter.load`."""
+    """The CPM models: `CPM.from_pretrained(name)` gives the class that config.json names; options as for `modelcenter.load`."""
 
     families: tuple[type[Model], ...] = (CPMAnt,)
 

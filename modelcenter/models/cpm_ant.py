@@ -1,8 +1,8 @@
 """CPM-Ant: soft prompts before the text, distances within a segment and one bias for each pair of segments. OpenBMB, 2022.
 
-Tokens see one another in both directions, as transformers' class has it. With labels they do not: what stands before the first
-label is context that all may see, and what follows sees only what came before it, as in the model's own training
-(OpenBMB/CPM-Live). Id 0 is padding.
+Without labels tokens see one another in both directions, as in transformers' class. With labels, the tokens before the first label
+are context that all tokens see, and the tokens after it see only earlier ones, as in the model's own training (OpenBMB/CPM-Live).
+Id 0 is padding.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """GPT-2: a causal decoder with learned positions and pre-norm blocks. Radford et al., 2019.
 
-The same layout with other sizes is Cerebras-GPT (Dey et al., 2023), whose 13B is `gpt2-13b`.
+Cerebras-GPT (Dey et al., 2023) has the same layout in other sizes; its 13B is `gpt2-13b`.
 """
 
 from collections.abc import Iterator, Mapping

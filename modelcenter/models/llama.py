@@ -1,7 +1,7 @@
 """LLaMA: a causal decoder with rotary positions, RMS norms, a gated feed-forward and no biases. Touvron et al., 2023.
 
-LLaMA 2 shares keys and values between heads in its largest size, LLaMA 3 in all, and LLaMA 3.1 stretches its rotary
-frequencies to 131072 positions (Llama team, 2024). Whole heads are rotated, channel i together with i + head_dim / 2.
+LLaMA 2 shares keys and values between heads in its largest size, LLaMA 3 in all sizes, and LLaMA 3.1 stretches its rotary
+frequencies to 131072 positions (Llama team, 2024). Rotation covers whole heads, channel i together with i + head_dim / 2.
 """
 
 from collections.abc import Iterator, Mapping

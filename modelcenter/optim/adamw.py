@@ -1,29 +1,29 @@
-"""AdamW in one pass over memory: unscale, clip, update and cast, or nothing at all where a gradient is not finite.
+"""AdamW in one pass over memory: unscale, clip, update and cast, or nothing at all if a gradient is not finite.
 
-Loshchilov and Hutter, 2017, as torch.optim.AdamW computes it. At step t, of a gradient g that was unscaled and clipped:
+Loshchilov and Hutter, 2017, as torch.optim.AdamW computes it. At step t, for a gradient g that was unscaled and clipped:
 
     p = p (1 - lr decay)
     m = m + (1 - beta1) (g - m)
     v = beta2 v + (1 - beta2) g^2
     p = p - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-What is kept for a parameter has torch's names: `step`, `exp_avg`, `exp_avg_sq`. The moments are held as `moments` says:
+The state of a parameter has torch's names: `step`, `exp_avg`, `exp_avg_sq`. `moments` says how the moments are stored:
 
-    fp32   8 bytes a parameter
-    bf16   4 bytes, rounded at random so that they are right in the mean: rounded to the nearest (`stochastic` False) v does not
-           decay, for a step by 1 - beta2 = 0.001 is less than half of bf16's last place
-    int8   2 bytes and for each 128 elements a scale, their largest magnitude: m = scale sign(c) (c / 127)^2 with c from -127 to
-           127, v = scale (c / 255)^4 with c from 0 to 255, both rounded at random. A v above 0 has a code of at least 2, whose
-           root is the smallest m above 0: however small an element is beside its neighbours, it is not divided by nothing. Its
-           codes are coarse, though: where a block's gradients differ by a factor of 100 the longest step is up to 1.5 times that
-           of fp32, at 10,000 up to 11 times (600 steps of normal noise). A magnitude that is not finite is its block's scale,
-           of which all parts are then 0: no m of the block is a number again
+    fp32   8 bytes per parameter
+    bf16   4 bytes, rounded stochastically, so that they are right on average: rounded to nearest (`stochastic` False), v would not
+           decay, because a step of 1 - beta2 = 0.001 is less than half a unit in bf16's last place
+    int8   2 bytes, and for every 128 elements a scale, their largest magnitude: m = scale sign(c) (c / 127)^2 with c from -127 to
+           127, v = scale (c / 255)^4 with c from 0 to 255, both rounded stochastically. A v above 0 has a code of at least 2, whose
+           root is the smallest m above 0: so no element is divided by zero, however small it is beside its neighbours. But the
+           codes are coarse: if the gradients of a block differ by a factor of 100, the longest step is up to 1.5 times that of
+           fp32, at 10,000 up to 11 times (600 steps of normal noise). A magnitude that is not finite becomes the block's scale,
+                  and all codes are then 0: no m of the block is ever a number again
 
-A parameter in bf16 is rounded at random as well; with `master`, and always in fp16, an fp32 copy of it is kept (`master`) and the
-parameter is that copy, rounded. The random bits are a function of (seed, step, place of the parameter, element): csrc/philox.h.
+A parameter in bf16 is rounded stochastically as well; with `master`, and always in fp16, an fp32 copy of it is kept (`master`) and
+the parameter is that copy, rounded. The random bits are a function of (seed, step, place of the parameter, element): csrc/philox.h.
 
-The kernels (csrc/adamw.cpp, csrc/adamw.cu) and `reference` agree to the last bit; the reference serves float64 and what has no
-kernel.
+The kernels (csrc/adamw.cpp, csrc/adamw.cu) and `reference` agree to the last bit; the reference is used for float64, and where
+there is no kernel.
 """
 
 import math
@@ -60,9 +60,9 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 class Plain(Optimizer):
-    """torch's optimizer, without its calls of the compiler: torch asks the compiler to skip these methods, and would import it for
-    that, for more than a second before the first step. Groups that no step can take are refused when they are added or loaded, and
-    at a step what has been changed in them since."""
+    """torch's optimizer, without its calls to the compiler: torch asks the compiler to skip these methods, and would import it just
+    for that, which delays the first step by more than a second. Groups that no step can handle are refused when they are added or
+    loaded, and changes made to them since are checked at each step."""
 
     limits: Mapping[str, float] = {"lr": math.inf, "weight_decay": math.inf, "betas": 1.0}  # settings are from 0 to below that
     fixed: Mapping[str, Any] = {"amsgrad": False, "maximize": False}  # settings that torch's optimizers have and these do not
@@ -87,7 +87,7 @@ class Plain(Optimizer):
         self.param_groups.append(group)
 
     def checked(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group with its numbers as floats, if these are what a step can take and nothing is asked for that a step is not."""
+        """A group with its numbers as floats, if a step can use them and they ask for nothing that a step does not do."""
         name, found = type(self).__name__, dict(group)
         for key, value in self.fixed.items():
             if group.get(key, value) != value:
@@ -105,7 +105,7 @@ class Plain(Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved, and settings
+        """Like torch's, whose own state dicts are accepted too; but moments keep the dtype in which they were saved, and settings
         that were not saved stay."""
         before, saved = self.param_groups, dict[str, Any]()
 
@@ -147,14 +147,14 @@ class Plain(Optimizer):
 
 
 class AdamW(Plain):
-    """`clip` gives the gradients' norm and what to multiply them by, on their device; `step` does the rest in one pass.
+    """`clip` returns the gradients' norm and the factor for them, on their device; `step` does the rest in one pass.
 
         clip = optimizer.clip(max_norm)
         optimizer.step(clip=clip)
-        norm = float(clip[0])        # the device is waited for here, and nowhere before
+        norm = float(clip[0])        # the host waits for the device here, and nowhere before
 
-    Without `clip`, gradients are taken as they are, as torch's are. State dicts are torch's. A DTensor is updated by its local
-    part; its moments are DTensors too, and so are the scales of 8-bit moments where a row of each part is whole blocks.
+    Without `clip`, gradients are used as they are, as in torch. State dicts are torch's. A DTensor is updated by its local
+    part; its moments are DTensors too, and so are the scales of 8-bit moments if a row of each part consists of whole blocks.
     """
 
     limits: Mapping[str, float] = {**Plain.limits, "eps": math.inf}
@@ -206,8 +206,8 @@ class AdamW(Plain):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None,
              later: Later | None = None) -> Any:
-        """Update every parameter that has a gradient. `clip` is what the method of that name gave. `later`, if given, is called
-        with (parameter, what updates it) of each, and sees to it; the bits are the same in any order."""
+        """Update every parameter that has a gradient. `clip` is the result of the method of that name. `later`, if given, is
+        called with (parameter, function that updates it) for each, and runs it; the bits are the same in any order."""
         loss, jobs = evaluated(closure), list[Job]()
         number = 0  # of parameters before
         for group in map(self.checked, self.param_groups):
@@ -241,7 +241,7 @@ class AdamW(Plain):
         return loss
 
     def prepare(self, p: Tensor, group: dict[str, Any]) -> None:
-        """Make the state of a parameter, or convert one that another kind of AdamW has made."""
+        """Make the state of a parameter, or convert one made by another kind of AdamW."""
         state = self.state[p]
         step = state.get("step", 0.0)
         kept = isinstance(step, Tensor)
@@ -270,15 +270,15 @@ def scales_of(p: Tensor) -> Tensor:
 
 
 def local(x: Tensor) -> Tensor:
-    """What of a tensor is in this process's memory."""
+    """The part of a tensor that is in this process's memory."""
     while type(x) not in PLAIN and not fake(x):
         x = x.wait() if hasattr(x, "wait") else x.to_local()  # type: ignore[attr-defined]  # a DTensor's
     return x
 
 
 def gradient(p: Tensor) -> Tensor | None:
-    """The gradient of `p`, divided as `p` is. That of a parameter that is used in several ways may come whole, or as a sum that is
-    still to be made. A sparse one is refused."""
+    """The gradient of `p`, sharded like `p`. If a parameter is used in several ways, it may come whole, or as a sum that is still
+    to be made. A sparse gradient is refused."""
     grad, placements = p.grad, getattr(p, "placements", None)
     if grad is not None and grad.layout is not torch.strided:
         refuse(None, "gradient", f"a sparse one, of a parameter of shape {list(p.shape)}", "a dense one: Embedding(sparse=False)")
@@ -289,7 +289,7 @@ def gradient(p: Tensor) -> Tensor | None:
 
 
 def shared(params: Iterable[Tensor]) -> Tensor | None:
-    """A parameter that begins where one before it does, if there is any."""
+    """A parameter that shares its memory's start with an earlier one, if there is any."""
     known = set[int]()
     for p in params:
         x = local(p) if hasattr(p, "placements") else p
@@ -323,8 +323,8 @@ def reference_clip(totals: Tensor, scale: Tensor | None, max_norm: float) -> Ten
 
 
 def update(columns: list[list[Any]], group: dict[str, Any], number: int, clip: Tensor | None) -> None:
-    """One step of parameters that are alike, by the kernel if it can. `columns`: of each the parameter, its gradient, m, v, their
-    scales or None, its copy in half precision or None, and its step."""
+    """One step of parameters of the same kind, by the kernel if possible. `columns`: for each the parameter, its gradient, m, v,
+    their scales or None, its copy in half precision or None, and its step."""
     params, grads = columns[:2]
     one = params[0]
     factor = torch.ones(2, dtype=torch.float32, device=one.device) if clip is None else clip.to(one.device)
@@ -380,7 +380,8 @@ def signed(key: int, device: torch.device) -> Tensor:
 
 
 def store(into: Tensor, x: Tensor, random: Tensor | None) -> None:
-    """x in the dtype of `into`: to the nearest, or, in bf16 with 16 random bits an element, up or down, right in the mean."""
+    """x in the dtype of `into`: rounded to nearest, or, in bf16 with 16 random bits per element, up or down, so as to be right on
+    average."""
     if random is None or into.dtype != torch.bfloat16:
         into.copy_(x)
         return
@@ -389,7 +390,7 @@ def store(into: Tensor, x: Tensor, random: Tensor | None) -> None:
 
 
 def exact_root(x: Tensor) -> Tensor:
-    """The square root to the last bit; torch's of float32 is MKL's where the tensor is large, which is not."""
+    """The exactly rounded square root; for large float32 tensors torch uses MKL's, which is not."""
     return x.double().sqrt().to(x.dtype)
 
 
@@ -412,7 +413,7 @@ def decoded(c: Tensor, fourth: bool) -> Tensor:
 
 
 def narrow(state: dict[str, Any], name: str, x: Tensor, random: Tensor | None = None) -> None:
-    """Store `x` as the moment `name`; without random bits to the nearest."""
+    """Store `x` as the moment `name`; without random bits rounded to nearest."""
     codes = local(state[name])
     if codes.dtype.is_floating_point:
         store(codes, x, random)

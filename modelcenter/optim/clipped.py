@@ -1,10 +1,10 @@
 """Optimizers other than AdamW, with the same interface: `clip` returns norm and factor on the device, and `step(clip=)` applies
 them.
 
-A step has two parts. The host's comes first, while the device still forms the gradients: which parameters there are and the
-numbers of this step, rates and decays. Then it waits for the norm, without which there is no step. The device's part is `work`, of
-some hundred calls. It takes the numbers from the device's memory and changes nothing but gradients, parameters and state, so that
-it may be recorded once and replayed (train/graphs.py): the device need not wait for calls of which each is short.
+A step has two parts. The host's part comes first, while the device still computes the gradients: it collects the parameters and
+the numbers of this step, rates and decays. Then it waits for the norm, which decides whether there is a step. The device's part is
+`work`, some hundred calls. It reads the numbers from device memory and changes nothing but gradients, parameters and state, so it
+can be recorded once and replayed (train/graphs.py): then the device need not wait for many short calls.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ def at_once(work: Work, given: Sequence[Tensor], state: Iterable[dict[str, Any]]
 
 class Clipped(Plain):
     """If the norm was not finite, nothing changes. A subclass says how many numbers a step of parameters has and what is done with
-    them; `ranks`: those that the parameters are spread over."""
+    them; `ranks`: the ranks over which the parameters are spread."""
 
     squares: Any = AdamW.squares  # which ask for nothing but groups
     clip: Any = AdamW.clip
@@ -40,12 +40,13 @@ class Clipped(Plain):
 
     @property
     def scratch(self) -> int:
-        """Bytes that a step takes beside state and gradients, unless a parameter alone needs more."""
+        """Bytes that a step needs in addition to state and gradients, unless a single parameter needs more."""
         return next((self.room[on_gpu(p)] for group in self.param_groups for p in group["params"]), 0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, clip: Tensor | None = None, run: Run = at_once) -> Any:
-        """Update every parameter that has a gradient. `clip` is what the method of that name gave. `run` does the device's part."""
+        """Update every parameter that has a gradient. `clip` is the result of the method of that name. `run` does the device's
+        part."""
         loss = evaluated(closure)
         each = [(some, group) for group in map(self.checked, self.groups()) for some in self.together(group["params"])]
         if not each:
@@ -79,11 +80,11 @@ class Clipped(Plain):
         return p.dtype
 
     def stacks(self, some: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """Those that are updated together."""
+        """The parameters that are updated together."""
         return stacks(some, self.ranks)
 
     def apply(self, each: list[Some], lengths: list[int], numbers: Tensor, factor: Tensor | None = None) -> None:
-        """The device's part: gradients are multiplied by `factor`, and parameters updated by the numbers that are theirs."""
+        """The device's part: gradients are multiplied by `factor`, and each parameter is updated with its own numbers."""
         if factor is not None:
             torch._foreach_mul_([grad for some, _ in each for grad in gradients(some)], factor)
         self.work(each, list(numbers.split(lengths)))
@@ -93,7 +94,7 @@ class Clipped(Plain):
         raise NotImplementedError
 
     def numbers(self, some: list[Tensor], group: dict[str, Any]) -> list[float]:
-        """Those of this step that `work` needs, on the host."""
+        """The numbers of this step that `work` needs, on the host."""
         raise NotImplementedError
 
     def work(self, each: list[Some], numbers: list[Tensor]) -> None:
@@ -104,25 +105,25 @@ class Clipped(Plain):
 
 
 def numbers_on(numbers: list[float], device: torch.device) -> Tensor:
-    """Numbers (n, float64) in a device's memory, for which nobody waits."""
+    """Numbers (n, float64) in a device's memory, copied there without waiting."""
     found = torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
     return found.to(device, non_blocking=True)
 
 
 def gradients(some: Iterable[Tensor]) -> list[Tensor]:
-    """This process's parts of those of parameters that have one."""
+    """This process's parts of the gradients of parameters that have one."""
     return [local(p.grad) for p in some if p.grad is not None]
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """That in which an update computes: of fp32 at least."""
+    """The dtype in which an update computes: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def shifted(weights: list[Tensor], steps: Sequence[Tensor], group: dict[str, Any], decay: Tensor, by: Sequence[Tensor] = ()
             ) -> None:
-    """Add to weights their steps (times `by`), which are of fp32 at least, after they have decayed if those of their group do;
-    weights of fewer bits are rounded once."""
+    """Add to weights their steps (times `by`), which are at least fp32, after weight decay if their group has it; weights of fewer
+    bits are rounded once."""
     new = [w.to(steps[0].dtype) for w in weights]
     if group["weight_decay"]:
         torch._foreach_mul_(new, decay)

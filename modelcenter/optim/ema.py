@@ -11,8 +11,8 @@ from .adamw import local
 
 
 class EMA:
-    """average = decay average + (1 - decay) weight, after each update, starting from the first weights; in fp32, of what is
-    trained."""
+    """average = decay average + (1 - decay) weight, after each update, starting from the first weights; in fp32, for all
+    trained parameters."""
 
     def __init__(self, model: nn.Module, decay: float):
         if not 0 <= decay <= 1:

@@ -1,7 +1,7 @@
-"""A factor on the loss that keeps gradients within fp16, found while training goes on.
+"""Dynamic loss scaling: a factor on the loss that keeps gradients within fp16's range, adjusted during training.
 
-Micikevicius et al., 2017, "Mixed Precision Training", section 3.2, with torch.amp.GradScaler's numbers: gradients are formed of a
-loss that is `value` times too large. Where one of them is not finite there is no update and the factor is halved; after `EVERY`
+Micikevicius et al., 2017, "Mixed Precision Training", section 3.2, with torch.amp.GradScaler's numbers: gradients are computed from
+a loss that is `value` times too large. If one of them is not finite, there is no update and the factor is halved; after `EVERY`
 updates in a row it is doubled.
 """
 
@@ -19,8 +19,8 @@ class LossScale:
     steady: int = 0
 
     def judge(self, loss: float, norm: float) -> bool:
-        """Change by the `norm` of a step's gradients. True if it is not finite by the factor's fault, which is smaller now: the
-        loss was finite, and there was a factor to make smaller."""
+        """Adjust the factor to the `norm` of a step's gradients. True if it is not finite because the factor, which is smaller now,
+        was too large: the loss was finite, and the factor could be made smaller."""
         if math.isfinite(norm):
             self.steady += 1
             if self.steady == EVERY:

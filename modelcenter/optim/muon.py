@@ -1,13 +1,13 @@
-"""Muon: momentum, made orthogonal, for the matrices of blocks. Jordan et al., 2024, as torch.optim.Muon computes it.
+"""Muon: orthogonalised momentum, for the matrices of blocks. Jordan et al., 2024, as torch.optim.Muon computes it.
 
     m = momentum m + (1 - momentum) g
     p = p (1 - lr decay) - lr 0.2 sqrt(max(out, in)) orthogonal((1 - momentum) g + momentum m)
 
-Steps are as long as AdamW's (Liu et al., 2025, "Muon is Scalable"), so that one rate serves both.
+Steps are as long as AdamW's (Liu et al., 2025, "Muon is Scalable"), so that one learning rate serves both.
 
-Matrices of one shape are made orthogonal together, as products of batches. An iteration needs the whole matrix. On several ranks
-each matrix is made orthogonal on one of them: its parts are sent there in bf16, in which the iteration begins anyway, and the parts
-of the result are sent back.
+Matrices of one shape are orthogonalised together, in batched products. An iteration needs the whole matrix. On several ranks each
+matrix is orthogonalised on one of them: its parts are sent there in bf16, in which the iteration begins anyway, and the parts of
+the result are sent back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ ITERATIONS = 5
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Of matrices (k m n) the nearest with orthogonal rows or columns, roughly, in bf16: Newton's and Schulz' iteration."""
+    """For matrices (k m n), approximately the nearest ones with orthogonal rows or columns, in bf16: Newton-Schulz iteration."""
     a, b, c = QUINTIC
     tall = x.size(1) > x.size(2)
     y = x.bfloat16()
@@ -43,7 +43,7 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 class Muon(Clipped, AdamW):
-    """Momentum made orthogonal for groups of matrices, AdamW for those with `muon=False`."""
+    """Orthogonalised momentum for groups of matrices, AdamW for groups with `muon=False`."""
 
     room = PRODUCTS
     limits = {**AdamW.limits, "momentum": 1.0}
@@ -107,8 +107,8 @@ class Muon(Clipped, AdamW):
         return out
 
     def exchanged(self, some: Sequence[Tensor], parts: Tensor) -> Tensor:
-        """The parts (k ..., bf16) of matrices of one shape that are cut alike, made orthogonal: the ranks have the matrices in
-        turn, the parts are sent to who has the matrix, those of the result come back."""
+        """The parts (k ..., bf16) of matrices of one shape that are sharded alike, orthogonalised: the ranks take the matrices in
+        turn, the parts are sent to the rank that has the matrix, and those of the result come back."""
         me, size = self.ranks.rank, self.ranks.size
         held = self.held.get(some[0]) or self.holders(some[0])
         many = [len(some[rank::size]) for rank in range(size)]
@@ -125,7 +125,7 @@ class Muon(Clipped, AdamW):
         return parts
 
     def holders(self, p: Tensor) -> list[tuple[Region, bool]]:
-        """By rank: the part of a parameter that is there, and whether that rank is the first of those that have it."""
+        """For each rank: the part of a parameter that it has, and whether it is the first rank with that part."""
         told = [*(n for r in part_of(p)[0] for n in (r.start, r.stop)), int(self.ranks.owns(p))]
         rows = [row.tolist() for row in self.ranks.gathered(torch.tensor(told, device="cpu"))]
         self.held[p] = [((slice(a, b), slice(c, d)), bool(first)) for a, b, c, d, first in rows]
@@ -133,5 +133,5 @@ class Muon(Clipped, AdamW):
 
 
 def extent(region: Region) -> int:
-    """How many elements a part has."""
+    """The number of elements of a part."""
     return torch.Size(r.stop - r.start for r in region).numel()

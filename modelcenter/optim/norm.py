@@ -1,4 +1,4 @@
-"""The norm of gradients on any mesh, for a loop of one's own; `modelcenter train` clips by itself."""
+"""The norm of gradients on any mesh, for your own training loop; `modelcenter train` clips by itself."""
 
 import math
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ from .adamw import gradient, local, squares
 @torch.no_grad()
 def clip_grad_norm_(parameters: nn.Module | Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
                     error_if_nonfinite: bool = False) -> Tensor:
-    """Scale the gradients of `parameters` (a model, tensors, or one), in place, so that their 2-norm all together is at most
-    `max_norm`, and return their norm before (float32), as torch.nn.utils.clip_grad_norm_ does.
+    """Scale the gradients of `parameters` (a model, tensors, or one tensor) in place, so that their total 2-norm is at most
+    `max_norm`, and return the norm before scaling (float32), as torch.nn.utils.clip_grad_norm_ does.
 
-    torch's takes parameters that are all cut by one mesh; this one also those of which tensor parallelism has cut some, and those
-    that the host keeps. On several ranks all call it. A norm that is not finite scales nothing if `error_if_nonfinite`, which then
-    raises RuntimeError. Errors: `InputError` for another norm, and a limit below 0.
+    torch's version needs parameters that are all sharded over one mesh; this one also accepts models of which tensor parallelism
+    has split only some parameters, and offloaded ones. All ranks must call it. With `error_if_nonfinite` a norm that is not finite
+    raises RuntimeError and scales nothing. Errors: `InputError` for a `norm_type` other than 2, and for a limit below 0.
     """
     if norm_type != 2:
         refuse("clip_grad_norm_", "norm_type", repr(norm_type), "2: no other is offered")

@@ -1,4 +1,4 @@
-"""From a model and a recipe's section to an optimizer."""
+"""Makes the optimizer from a model and the recipe's `optimizer` section."""
 
 import math
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from .muon import Muon
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> AdamW | Clipped:
     """The optimizer of the parameters that are trained, in groups: matrices with `config.weight_decay`, norms and biases without;
-    one for each depth if rates differ (`lr_scale`); the matrices of blocks apart for Muon; and what has no 8-bit moments apart from
-    what has (`blocked`). Parameters carry their names into the optimizer's state. `ranks`: those that `model` is spread over;
-    together they do what one process does. A model in which nothing is trained is refused."""
+    one group for each depth if rates differ (`lr_scale`); separate groups for the matrices of blocks with Muon, and for parameters
+    without 8-bit moments (`blocked`). Parameters carry their names into the optimizer's state. `ranks`: those over which `model` is
+    spread; together they do what one process does. A model in which nothing is trained is refused."""
     settle(model)
     parameters = list(trainable(model))
     if not parameters:

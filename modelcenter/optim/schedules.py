@@ -1,8 +1,8 @@
 """Learning-rate schedules: pure functions from a step to the factor that multiplies the peak rate.
 
-Step 0 is the first update, so with a warm-up it runs at rate zero: the tables are those of transformers'
-`get_*_schedule*`, number for number (`transformers/optimization.py`), but that theirs of wsd warms up from `min_lr_ratio` on and
-ours, as all others, from 0. Noam's alone counts from 1, as it was published.
+Step 0 is the first update, so with a warm-up it runs at rate zero. The values are those of transformers' `get_*_schedule*`, number
+for number (`transformers/optimization.py`), except that their wsd warms up from `min_lr_ratio` and ours, like all others, from 0.
+Only Noam's counts from 1, as published.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ Shape = Callable[[ScheduleConfig, int, int], float]  # (config, step from the en
 
 
 def linear(config: ScheduleConfig, step: int, total: int) -> float:
-    """Down from 1 at the end of the warm-up to 0 at `total`, in a straight line."""
+    """From 1 at the end of the warm-up down to 0 at `total`, in a straight line."""
     return max(0.0, float(total - step) / float(max(1, total - config.warmup_steps)))
 
 
 def cosine(config: ScheduleConfig, step: int, total: int) -> float:
-    """Down from 1 at the end of the warm-up to 0 at `total`, along half a cosine (Loshchilov and Hutter, 2016)."""
+    """From 1 at the end of the warm-up down to 0 at `total`, along half a cosine (Loshchilov and Hutter, 2016)."""
     progress = float(step - config.warmup_steps) / float(max(1, total - config.warmup_steps))
     return max(0.0, 0.5 * (1.0 + cos(pi * progress))) if progress < 1 else 0.0
 

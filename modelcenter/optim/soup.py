@@ -1,4 +1,4 @@
-"""The mean of the weights of several models that were trained from the same one. Wortsman et al., 2022."""
+"""The mean of the weights of several models that were trained from the same start. Wortsman et al., 2022."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,6 +1,6 @@
-"""Parameters of one shape, updated together: on a GPU an update is a few calls for all of them in place of a few for each, which
-take the host longer than the GPU. On a CPU, which computes when it is called, that pays for small ones; they have the bits that
-each has alone, which are torch's."""
+"""Parameters of one shape, updated together. On a GPU an update then takes a few calls for all of them instead of a few for each,
+which take the host longer than the GPU. On a CPU, where a call returns when it is done, this pays only for small parameters; the
+results have the same bits as if each were updated alone, which are torch's."""
 
 from collections import ChainMap
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Tensor parallelism of layers with an adapter and of quantised layers: a rank has its rows or columns of them.
+"""Tensor parallelism for layers with an adapter and for quantised layers: each rank has its rows or columns of them.
 
-An adapter is cut like its base, on the side that is not of low rank. DoRA's lengths are those of whole rows; if a matrix is cut
-along its rows, the squares of the parts are summed over the ranks. Codes are cut where they are, between groups that share a scale,
-so that no rank makes other codes than one process would.
+An adapter is split like its base, on the side that is not of low rank. DoRA needs the lengths of whole rows; if rows are split, the
+squares of the parts are summed over the ranks. Quantised codes are split as they are, between groups that share a scale, so that
+each rank has the same codes as a single process.
 """
 
 from collections.abc import Callable

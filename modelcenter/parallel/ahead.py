@@ -1,9 +1,10 @@
-"""Weights of the host that come to the device ahead, where one rank has them all.
+"""Prefetches offloaded weights from the host to the device, for a single rank.
 
-Of several ranks FSDP gathers the weights of the next block on streams of its own, beside the block at work. Of one there is nothing
-to gather, and it (torch 2.11 to 2.13) copies weights from the host when they are wanted, on the stream that computes. Here they are
-copied, and rounded, on another stream as soon as FSDP would have them gathered, and it finds them there. In a forward it is told
-which block comes next. That waits for no update: what is still being updated is copied when it is wanted.
+With several ranks FSDP gathers the weights of the next block on its own streams, while the current block computes. With one rank
+there is nothing to gather, and FSDP (torch 2.11 to 2.13) copies weights from the host only when they are needed, on the computing
+stream. Here they are copied, and rounded, on another stream as soon as FSDP would gather them, so that it finds them on the device.
+In a forward FSDP is told which block comes next. Prefetching never waits for an update: weights that are still being updated are
+copied when they are needed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 
 class Ahead:
-    """The weights of a model's `units`, in the order of the forward, that are on their way. `idle`: whether a unit, by its number,
+    """The weights of a model's `units`, in the order of the forward, that are being copied. `idle`: whether a unit, by its number,
     is not being updated."""
 
     def __init__(self, units: Sequence[nn.Module], idle: Callable[[int], bool]) -> None:
@@ -34,7 +35,7 @@ class Ahead:
                 group.wait_for_unshard = partial(self.end, number, group, group.wait_for_unshard)
 
     def begin(self, number: int, group: Any, unshard: Callable[[bool], None], async_op: bool = False) -> None:
-        """Where FSDP begins to gather."""
+        """Called when FSDP begins to gather."""
         waiting = group._all_gather_result is not None
         unshard(async_op)
         if waiting or group._all_gather_result is None or not self.idle(number):
@@ -48,7 +49,8 @@ class Ahead:
             self.begun[number] = [p.all_gather_inputs[0] for p in group.fsdp_params], self.stream.record_event()
 
     def end(self, number: int, group: Any, wait: Callable[[], None]) -> None:
-        """Where FSDP takes over what it has gathered: of one rank its own weights, which are those that have come for as long."""
+        """Called when FSDP takes over what it has gathered: with one rank its own weights, for which the copies stand in
+        meanwhile."""
         if number not in self.begun or group._all_gather_result is None:
             wait()
             return
@@ -65,6 +67,6 @@ class Ahead:
         self.used = here.record_event()
 
     def forget(self) -> None:
-        """What nobody has taken, as after a forward that broke off or left blocks out: the weights may change before they are
-        wanted, or have. FSDP, which believes that they are on their way, then fetches them itself."""
+        """Drop copies that nobody has taken, as after a forward that was aborted or skipped blocks: the weights may change before
+        they are needed, or already have. FSDP, which believes that they are being copied, then fetches them itself."""
         self.begun.clear()

@@ -1,8 +1,8 @@
 """Spread a model over devices, in place, in one fixed order.
 
-Tensor parallel first, because it says what a rank's layer is; recompute and compile next, because they act on that layer and
-must see no gathering; FSDP last, because it shards whatever parameters are left and wraps the outermost call. FSDP and DTensor
-take a second to import: that happens where they are used.
+Tensor parallelism comes first, because it defines what a rank's layer is; recompute and compile next, because they act on that
+layer and must not see the all-gathers; FSDP last, because it shards whatever parameters are left and wraps the outermost call. FSDP
+and DTensor take a second to import, so they are imported where they are used.
 """
 
 from collections.abc import Callable
@@ -53,14 +53,14 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
                 quiet: Callable[[], object] = lambda: None) -> nn.Module:
     """Shard `model` in place as `machine` (a profile or its name) says, and return it. A model on the meta device stays there.
 
-    `precision`: bf16 or fp16, if forwards will run under torch.autocast with it. Ranks then send each other weights in that
-    precision, which halves the bytes; they hold and update weights, and add up gradients, in the model's own dtype. `quiet`: a
-    function that is called as soon as the ranks have nothing more to exchange; what is left, FSDP's hooks, each rank does by
-    itself. An optimizer is made afterwards: of parameters that are divided, one made before would update those that they were.
+    `precision`: bf16 or fp16, if forwards will run under torch.autocast with it. Ranks then exchange weights in that precision,
+    which halves the bytes; they hold and update weights, and sum gradients, in the model's own dtype. `quiet`: a function that is
+    called as soon as the ranks have nothing more to exchange; each rank does the rest, FSDP's hooks, by itself. Make the optimizer
+    afterwards: one made before would update the old, unsharded parameters.
 
-    Errors: `InputError` if settings of the machine do not go together, before anything is allocated; if not as many processes run
-    as the machine has ranks, or they do not meet; if the model is spread over ranks already; and if heads cannot be divided among
-    the ranks.
+    Errors: `InputError` if settings of the machine do not go together (before anything is allocated), if the number of processes is
+    not the machine's number of ranks, if they fail to connect, if the model is spread over ranks already, or if heads cannot be
+    divided among the ranks.
     """
     machine = as_machine(machine)
     check(machine)
@@ -152,7 +152,7 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
 
 def looked_up(table: nn.Embedding, ids: Any) -> Any:
     """This rank's summand (b s dim) of the rows of a table at `ids` (b s): zero for rows that other ranks have. torch's own lookup
-    forms the gradient of the whole table on every rank, and leaves it whole there if nothing else cuts it."""
+    computes the gradient of the whole table on every rank, and leaves it whole there if nothing else shards it."""
     from torch.distributed.tensor import DTensor, Partial
 
     weight: Any = table.weight
@@ -164,8 +164,8 @@ def looked_up(table: nn.Embedding, ids: Any) -> Any:
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:
-    """Lengthen a vocabulary's table so that it divides among `ranks`; a large one into parts that matrix units like (multiples of
-    8; ops/linear_cross_entropy.py has figures). The added rows are zero and never saved."""
+    """Lengthen a vocabulary's table so that it can be divided among `ranks`; a large one into parts whose size suits tensor cores
+    (multiples of 8; ops/linear_cross_entropy.py has figures). The added rows are zero and never saved."""
     for name, old in list(module.named_parameters(recurse=False)):
         if extra := -len(old) % (8 * ranks if len(old) >= 1024 else ranks):
             grown = torch.cat((old.detach(), old.new_zeros(extra, *old.shape[1:])))
@@ -181,7 +181,7 @@ def retie(model: nn.Module) -> None:
 def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None, quiet: Callable[[], object],
           offload: bool = False) -> None:
     """Apply FSDP2: each block gathers its own parameters, a large head too, and the root gathers the rest. In a mesh (replicate,
-    fsdp) each row shards, and rows add up their gradients.
+    fsdp) each row shards a copy, and the rows sum their gradients.
 
     Bytes of a parameter on each of n fsdp ranks, with AdamW in bf16 over fp32, and what is sent for the m micro-batches of a step
     (Rajbhandari et al., 2020, "ZeRO"; `Ranks.reduce` turns the same knobs from one micro-batch to the next):
@@ -190,8 +190,8 @@ def shard(model: nn.Module, mesh: "DeviceMesh", zero: int, precision: str | None
         zero 2   16 / n + 2 for as long as a step lasts    1 gather, m reduce-scatters
         zero 1   16 / n + 2 + 4, where m > 1               1 gather, 1 reduce-scatter
 
-    Gradients of all rows are added up once a step, whatever the stage. With `offload` the 16 bytes are in the host's memory: the
-    rank's part goes to its device in the model's dtype before it is gathered, and its gradients come back as they are added up.
+    Gradients of all rows are summed once per step, whatever the stage. With `offload` the 16 bytes are in host memory: the rank's
+    part is copied to its device in the model's dtype before it is gathered, and its gradients are copied back once they are summed.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -240,7 +240,7 @@ def policy(model: nn.Module, precision: str | None) -> "MixedPrecisionPolicy":
 
 
 def release(model: nn.Module, args: Any, out: Any) -> None:
-    """Give gathered weights back after a forward that no backward follows. Otherwise they would stay whole, and whoever changes or
-    saves weights would find these and not the shards."""
+    """Free gathered weights after a forward that no backward follows. Otherwise they would stay whole, and whoever changes or saves
+    weights would find these and not the shards."""
     if not torch.is_grad_enabled():
         settle(model)

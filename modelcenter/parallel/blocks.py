@@ -1,4 +1,4 @@
-"""What a machine asks of each block, on one device or on many: to be computed again in the backward, and to be compiled."""
+"""What a machine profile may ask of each block, on one device or many: recompute in the backward, and torch.compile."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,9 +30,9 @@ def blocks(model: nn.Module) -> list[Block]:
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """The modules that ranks send each other separately, beside the rest of the model: the blocks, and a head that has a table of
-    its own as large as a block. Its gradients are sent, and its memory becomes free, while the blocks are at work. What is left to
-    the root is there from the first block to the last."""
+    """The modules that ranks gather separately from the rest of the model: the blocks, and a head with its own table that is as
+    large as a block. Its gradients are sent, and its memory is freed, while the blocks compute. What is left to the root stays
+    gathered from the first block to the last."""
     head, own = getattr(model, "head", None), blocks(model)
     if not isinstance(head, nn.Module) or not own:
         return [*own]
@@ -43,7 +43,7 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def fit_blocks(model: nn.Module, machine: Machine) -> None:
-    """Apply recompute and then compile, as `machine` says: what is computed again is compiled too."""
+    """Apply recompute and then compile, as `machine` says: the recomputation is compiled too."""
     recompute(model, machine.recompute)
     if machine.compile:
         for block in blocks(model):
@@ -61,7 +61,7 @@ def recompute(model: nn.Module, how: Recompute) -> None:
 
 
 def again(block: nn.Module) -> bool:
-    """Whether a block is computed again in the backward."""
+    """Whether a block is recomputed in the backward."""
     run = vars(block).get("forward")
     return isinstance(run, partial) and run.func in (whole, selected)
 

@@ -1,4 +1,4 @@
-"""Combinations that a machine profile may not ask for: refused by name, before anything is allocated."""
+"""Combinations of settings that a machine profile must not have: refused by name, before anything is allocated."""
 
 from ..errors import refuse
 from .machine import Machine
@@ -19,5 +19,5 @@ def check(machine: Machine) -> None:
 
 
 def compiles(machine: Machine) -> bool:
-    """Whether torch's compiler takes what is asked of it: of DTensors it computes nothing whole again (torch 2.13)."""
+    """Whether torch's compiler supports the settings: it cannot recompute whole blocks of DTensors (torch 2.13)."""
     return not (machine.compile and machine.tensor_parallel > 1 and machine.recompute == "full")

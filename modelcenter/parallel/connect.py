@@ -1,9 +1,9 @@
-"""How a process joins the others of its run. Whatever is wrong is said by name, and nobody waits for ever.
+"""How a process joins the others of its run. Every problem is reported by name, and nobody waits for ever.
 
-The launcher tells each process through its environment: RANK, WORLD_SIZE, LOCAL_RANK, and where to meet the first rank: MASTER_ADDR
-and MASTER_PORT, or a file on a single machine. At that place each process writes its name and its versions, and the first one
-compares them. Only then do they connect to each other, because a connection between processes that do not fit would hang or fail
-with an obscure message.
+The launcher sets environment variables for each process: RANK, WORLD_SIZE, LOCAL_RANK, and where to find the first rank:
+MASTER_ADDR and MASTER_PORT, or a file on a single machine. There each process writes its name and its versions, and the first rank
+compares them. Only then do they connect to each other, because a connection between mismatched processes would hang or fail with an
+obscure message.
 """
 
 import atexit
@@ -39,9 +39,9 @@ LOCKED = 30.0  # seconds beyond those in which all are to come, after which a st
 
 @contextmanager
 def connected(device: torch.device, machine: Machine) -> Iterator[None]:
-    """Join the ranks of `machine`: the device's backend for tensors there, gloo for what ranks say from host to host. Left when the
-    process ends. Errors: `InputError` when not all have come and fit after `machine.timeout` seconds; as long they then have to
-    connect, and to make the groups that are made inside (`RollCall`)."""
+    """Join the ranks of `machine`: with the device's backend for its tensors, and gloo for messages from host to host. The group is
+    left when the process ends. Errors: `InputError` if not all ranks have reported, and match, after `machine.timeout` seconds;
+    they then have the same time to connect, and to make the groups that are made inside (`RollCall`)."""
     size = variable("WORLD_SIZE", 1, 2**20)
     rank, backend = variable("RANK", 0, size - 1), dist.get_default_backend_for_device(device.type)
     variable("LOCAL_RANK", 0, variable("LOCAL_WORLD_SIZE", 1, 2**20, default=2**20) - 1, default=0)
@@ -62,7 +62,7 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Make the group of a process that has no others, through which it sends nothing. Left when the process ends."""
+    """Make the process group of a single process, through which it sends nothing. It is left when the process ends."""
     dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     yield
@@ -81,9 +81,9 @@ def check_interfaces() -> None:
 
 
 def check_registration() -> None:
-    """NCCL would make what a CUDA graph sends known to the other ranks, taking each buffer for part of one piece of memory. Where
-    segments grow it may lie in two, and ranks then wait for each other for ever (pytorch/pytorch#165419). It is told not to, unless
-    the environment wants it, which is refused there."""
+    """NCCL would register the buffers that a CUDA graph sends, and assumes that each lies in one piece of memory. With expandable
+    segments a buffer may lie in two, and ranks then wait for each other for ever (pytorch/pytorch#165419). So registration is
+    turned off, unless the environment asks for it, which is refused in that case."""
     name = "NCCL_GRAPH_REGISTER"
     found, memory = os.environ.setdefault(name, "0"), next(filter(None, map(os.environ.get, ALLOCATOR)), "")
     if found != "0" and GROWING in memory:
@@ -91,7 +91,7 @@ def check_registration() -> None:
 
 
 def meet(rank: int, size: int, seconds: float, device: str, degrees: Mapping[str, int]) -> Any:
-    """The store through which the ranks have found each other; when it is returned all of them are there, and fit."""
+    """The store through which the ranks have found each other; when it is returned all of them are there, and match."""
     until = time.monotonic() + seconds
     me = {"host": platform.node(), "pid": os.getpid(),
           "WORLD_SIZE": size, "modelcenter": __version__, "torch": torch.__version__, "device": device,
@@ -132,7 +132,7 @@ def meet(rank: int, size: int, seconds: float, device: str, degrees: Mapping[str
 
 
 def late(key: str, found: str, wanted: str) -> NoReturn:
-    """`refuse`, for a process that was waited for in vain."""
+    """`refuse`, for a process that did not report in time."""
     raise LateError(message("environment", key, found, wanted))
 
 

@@ -1,4 +1,4 @@
-"""Where a rank computes, and in which precision."""
+"""The device and the precision in which a rank computes."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: object) -> None:
-    """Refuse what is no name of a precision that forwards run in."""
+    """Refuse anything but the name of a precision in which forwards run."""
     if precision is not None and precision not in (known := ("fp32", *LOW)):
         refuse(None, "precision", repr(precision), nearest(str(precision), known))
 
@@ -41,7 +41,7 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def home_of(model: nn.Module) -> torch.device:
-    """Where a model computes. Its weights may be kept on the host."""
+    """The device on which a model computes. Its weights may be kept on the host."""
     first: Any = next(model.parameters())
     if not hasattr(first, "placements") or first.device.type in (first.device_mesh.device_type, "meta"):
         return torch.device(first.device)
@@ -49,7 +49,7 @@ def home_of(model: nn.Module) -> torch.device:
 
 
 def check_device(device: str | torch.device) -> None:
-    """Refuse a name that is no device's, and a device that this machine does not have."""
+    """Refuse a name that does not name a device, and a device that this machine does not have."""
     try:
         named = torch.device(device)
     except (RuntimeError, TypeError):
@@ -65,7 +65,7 @@ def check_device(device: str | torch.device) -> None:
 
 
 def count_of(machine: Machine) -> int:
-    """How many devices `machine.devices` means, on all NNODES machines, which are taken to be alike."""
+    """The number of devices that `machine.devices` means, on all NNODES machines, which are assumed to be alike."""
     kind, nodes = device_of(machine).type, variable("NNODES", 1, 2**20, default=1)
     here = torch.accelerator.device_count() if kind != "cpu" else 1
     if not isinstance(machine.devices, int):
@@ -98,8 +98,8 @@ SECOND_GROUPS = ("", "memory.max", "memory.current", "inactive_file")
 
 
 def limits(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
-    """(bytes free, bytes in all) of each group of processes that this one is of and whose memory is limited: a container's, or a
-    job's. What the kernel keeps of files it gives back. Both versions of Linux's control groups; elsewhere there are none."""
+    """(bytes free, bytes in all) of each control group with a memory limit to which this process belongs: a container's, or a
+    job's. The page cache counts as free. Both versions of Linux's control groups; other systems have none."""
     with suppress(OSError):
         for line in proc.read_text().splitlines():
             _, kinds, path = line.split(":", 2)

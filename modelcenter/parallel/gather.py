@@ -1,4 +1,4 @@
-"""Rows of all data shares, for losses that compare the rows of a batch with one another."""
+"""Gathers rows from all data-parallel ranks, for losses that compare the rows of a batch with one another."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from .ranks import Ranks
 
 
 class Gathered(torch.autograd.Function):
-    """All-gather whose backward adds up what the losses of all shares ask of a row."""
+    """All-gather whose backward sums the gradients that a row gets from the losses of all shares."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: Ranks) -> Tensor:
@@ -41,7 +41,7 @@ class Gathered(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Gather:
-    """The rows (n ...) of this share and, behind them, those of the others. Every rank calls it."""
+    """The rows (n ...) of this share, followed by those of the others. Every rank must call it."""
 
     ranks: Ranks
 

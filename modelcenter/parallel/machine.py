@@ -1,4 +1,4 @@
-"""Where a run happens: degrees of parallelism and what is traded for memory. It changes the speed, not the result.
+"""Where a run happens: the degrees of parallelism, and what is traded for memory. This changes the speed, not the result.
 
 Torch-free: `parallelize` reads it, `load_machine` finds the packaged profiles.
 """
@@ -29,12 +29,12 @@ ROOM = 1.25  # of what a micro-batch takes must be free for a CUDA graph of it: 
 class Machine:
     """A machine profile: how a run is divided among ranks, and what it trades for memory.
 
-    There are `tensor_parallel` x `fsdp` x `replicate` ranks. The result of a run does not depend on the machine, beyond rounding.
+    There are `tensor_parallel` x `fsdp` x `replicate` ranks. Up to rounding, the result of a run does not depend on the machine.
     Errors: `InputError` for settings that do not go together.
     """
 
     devices: Literal["all"] | int | None = field(
-        default=None, metadata=says("train on so many GPUs, in the layout predicted to be fastest; "
+        default=None, metadata=says("train on this many GPUs, in the layout predicted to be fastest; "
                                     "all: every GPU here, or the CPU; null: the layout that the keys below give", min=1, max=MOST)
     )  # fmt: skip
     tensor_parallel: int = field(default=1, metadata=says("ranks that share each layer's matrices", min=1, max=1024))
@@ -53,11 +53,11 @@ class Machine:
     )
     recompute: Recompute = field(
         default="none",
-        metadata=says("in the backward compute again: selective, all but matrix products and attention; full, whole blocks"),
+        metadata=says("recompute in the backward: selective, all but matrix products and attention; full, whole blocks"),
     )
     offload: bool = field(
         default=False, metadata=says("keep weights, gradients and the optimizer's state in the host's memory and update them "
-                                     "there; a device has those of the block at work")
+                                     "there; a device holds those of the current block")
     )  # fmt: skip
     compile: bool = field(default=False, metadata=says("torch.compile each block"))
     cuda_graphs: bool = field(
@@ -116,12 +116,12 @@ class Machine:
 
     @property
     def wrapped(self) -> bool:
-        """Whether FSDP has the weights, and brings those of a block where they are computed with."""
+        """Whether FSDP manages the weights, and brings those of a block to where it computes."""
         return self.fsdp > 1 or self.offload
 
     @property
     def graphs(self) -> bool:
-        """Whether micro-batches may run as CUDA graphs: without compiled blocks, and without what the host has a part in."""
+        """Whether micro-batches may run as CUDA graphs: without compiled blocks, and without work of the host."""
         return self.cuda_graphs and not self.offload and not self.compile
 
     def records(self, forwards: int) -> bool:
@@ -135,20 +135,20 @@ class Machine:
 
 
 def whole(forwards: int, zero: int, fsdp: int, replicate: int) -> bool:
-    """Whether each of a step's `forwards` begins and ends as the step does, with weights in parts and gradients sent. Otherwise
-    FSDP keeps something from one to the next: whole weights, whole gradients, or sums that other copies wait for."""
+    """Whether each of a step's `forwards` begins and ends like the step, with sharded weights and with gradients sent. Otherwise
+    FSDP keeps something from one to the next: whole weights, whole gradients, or sums that other replicas wait for."""
     return forwards == 1 or fsdp == 1 or (zero == 3 and replicate == 1)
 
 
 def in_shards(machine: Machine) -> tuple[str, Machine] | None:
-    """If ranks have a copy of the model each, the settings with which they would share one, and that machine."""
+    """If each rank has a replica of the model, the settings with which they would share one, and that machine."""
     if machine.fsdp > 1 or machine.replicate == 1:
         return None
     return f"machine.fsdp={machine.replicate} machine.replicate=1", replace(machine, fsdp=machine.replicate, replicate=1)
 
 
 def in_copies(machine: Machine) -> tuple[str, Machine] | None:
-    """If ranks share a model, the settings with which each would have a copy, and that machine."""
+    """If ranks share a model, the settings with which each would have a replica, and that machine."""
     if machine.fsdp == 1:
         return None
     return f"machine.fsdp=1 machine.replicate={machine.shares}", replace(machine, fsdp=1, replicate=machine.shares)

@@ -1,14 +1,15 @@
-"""What the host does for a model whose weights it keeps, while the device is at work.
+"""Offload: what the host does, while the device computes, for a model whose weights are in host memory.
 
-FSDP brings the weights of a block to the device and its gradients back (`apply.py: shard`; a single rank's: `ahead.py`). Two things
-are left, and a thread sees to both:
+FSDP copies the weights of a block to the device and its gradients back (`apply.py: shard`; for a single rank `ahead.py`). Two tasks
+are left, and a thread does both:
 
-* Gradients of several micro-batches are added up here. FSDP would add them itself, inside the backward, which then waits for every
-  copy: a step of GPT-2 XL in four micro-batches took 19 s, of which it computes for 2. So each backward finds none, and what
-  it leaves is added to the others while the device is at the next micro-batch.
-* An update follows the verdict on all gradients (are they finite, how long are they), and so cannot begin before the backward has
-  ended. It need not end before the next forward begins: the outermost layers are updated first, then one block after another, and
-  the forward of each waits for its own update only. The bits are those of an update that is waited for.
+* It accumulates the gradients of several micro-batches. FSDP would add them itself, inside the backward, which would then wait for
+  every copy: a step of GPT-2 XL in four micro-batches took 19 s, of which only 2 were computation. So each backward starts without
+  gradients, and the thread adds those that it leaves to the others while the device runs the next micro-batch.
+* It updates the weights. An update depends on all gradients (whether they are finite, and their norm), so it cannot begin before
+  the backward has ended. But it need not end before the next forward begins: the outermost layers are updated first, then one block
+  after another, and the forward of each waits only for its own update. The results have the same bits as with a forward that waits
+  for the whole update.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ ALIGN = 256  # bytes; torch's allocators do so
 
 
 class Aside:
-    """The gradients of a model that are being added up, and the updates that are under way. `model`: FSDP has it already."""
+    """The gradients of a model that are being accumulated, and the updates under way. `model`: already wrapped by FSDP."""
 
     def __init__(self, model: nn.Module, alone: bool) -> None:
         self.model = ref(model)
@@ -48,7 +49,7 @@ class Aside:
         self.ahead = Ahead((model, *units(model)), partial(idle, ref(self))) if alone else None
 
     def take(self) -> None:
-        """Take away the gradients that a micro-batch has left, and have them added to those before."""
+        """Take the gradients that a micro-batch has left, and have them added to the earlier ones."""
         model = self.model()
         now = list(model.parameters()) if model is not None else []
         if all(hasattr(p, "placements") for p in now):  # where zero=2 keeps weights on the device, FSDP shows these in their place
@@ -74,7 +75,7 @@ class Aside:
             adding.result()
 
     def give(self) -> None:
-        """Leave the sums where optimizers look for gradients."""
+        """Put the sums where optimizers look for gradients."""
         if self.ahead is not None:
             self.ahead.forget()
         if self.adding is not None:
@@ -85,8 +86,8 @@ class Aside:
             self.sums = {}
 
     def later(self, jobs: Sequence[Job]) -> None:
-        """Do `jobs` in the order in which a forward needs their parameters. What is updated then may be read after `finish`, or in
-        a forward."""
+        """Do `jobs` in the order in which a forward needs their parameters. The updated values may be read after `finish`, or in a
+        forward."""
         self.finish()
         model, mine = self.model(), dict[int, list[Callable[[], None]]]()
         if model is not None and any(p not in self.unit_of for p, _ in jobs):  # parameters have come since

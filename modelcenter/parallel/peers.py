@@ -1,12 +1,12 @@
-"""How the FSDP ranks of a node hand each other weights and gradients, without kernels that compete with matrix products.
+"""All-gather and reduce-scatter for the FSDP ranks of a node, without kernels that compete with matrix products.
 
-A collective of NCCL runs on multiprocessors that the products beside it could use. Copies need none. If every rank can map the
-others' memory (torch's symmetric memory), a GPU's copy engines fetch the parts of weights, and bring gradients where they are added
-up. Gradients travel as they were formed, in 16 bits, and the rank that holds their part adds them up in fp32, in the order of the
-ranks. That is half the bytes of a reduce-scatter in fp32, and nothing is rounded before the sum. CPUs, and GPUs that do not reach
-each other, do the same with one all-to-all.
+NCCL's collectives run on multiprocessors that concurrent matrix products could use. Copies need none. If every rank can map the
+others' memory (torch's symmetric memory), the GPU's copy engines fetch the parts of weights, and bring gradients to the rank that
+sums them. Gradients are sent as they were computed, in 16 bits, and the rank that holds their part sums them in fp32, in the order
+of the ranks. That is half the bytes of a reduce-scatter in fp32, and nothing is rounded before the sum. CPUs, and GPUs that cannot
+reach each other, do the same with one all-to-all.
 
-Gather and Sum are what FSDP calls in place of its own collectives (`set_custom_all_gather`, `set_custom_reduce_scatter`).
+FSDP calls Gather and Sum in place of its own collectives (`set_custom_all_gather`, `set_custom_reduce_scatter`).
 """
 
 import os

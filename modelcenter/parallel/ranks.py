@@ -1,7 +1,7 @@
-"""The processes of a run, and the few things that they tell each other.
+"""The processes of a run, and the few things that they communicate.
 
-A single process is the plain case: `ALONE` communicates with nobody, so that callers need not ask how many there are. Texts travel
-as bytes; nothing is pickled. Every method that returns something from other ranks is a collective: all ranks call it, or none.
+A single process is not special: `ALONE` communicates with nobody, so callers need not ask how many ranks there are. Texts are sent
+as bytes; nothing is pickled. Every method that returns something from other ranks is a collective: all ranks must call it, or none.
 """
 
 import math
@@ -29,8 +29,8 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """All processes of a run, as a mesh (replicate, fsdp, tp). Along the first two dimensions each has a share of the data; those
-    along `tp` have the same share. `zero` is the machine's. `channel`: connections of their own for messages."""
+    """All processes of a run, as a mesh (replicate, fsdp, tp). Along the first two dimensions each has its own share of the data;
+    ranks along `tp` have the same share. `zero` is the machine's. `channel`: separate connections for messages."""
 
     mesh: "DeviceMesh | None" = None
     zero: int = 3
@@ -66,7 +66,7 @@ class Ranks:
 
     @property
     def averages(self) -> bool:
-        """Whether each share has a copy of the model, whose gradients are averaged (averaging.py), and no part of one."""
+        """Whether each share has a replica of the model, whose gradients are averaged (averaging.py), and not a shard."""
         return self.shares > 1 and "fsdp" not in self.degrees
 
     @property
@@ -75,13 +75,13 @@ class Ranks:
         return self.rank % (self.size // self.shares) == 0
 
     def seed(self, seed: int) -> int:
-        """The seed of what is drawn in training: different for each share, the same for all ranks with one share."""
+        """The seed for random numbers in training: different for each share, the same for all ranks with one share."""
         return (seed + self.share * STEP) % 2**63
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
     def cuts(self, tensor: "Tensor") -> set[str]:
-        """The dimensions of the mesh along which a tensor of the model is divided; along the others every rank has the same."""
+        """The dimensions of the mesh along which a tensor of the model is sharded; along the others every rank has the same."""
         placements = getattr(tensor, "placements", ())
         names = tensor.device_mesh.mesh_dim_names if placements else ()  # type: ignore[attr-defined]  # a DTensor's
         return {name for name, place in zip(names or (), placements, strict=True) if not place.is_replicate()}
@@ -110,10 +110,10 @@ class Ranks:
         return whole(forwards, self.zero, degrees.get("fsdp", 1), degrees.get("replicate", 1))
 
     def reduce(self, model: "nn.Module", last: bool, alone: bool = False) -> None:
-        """Called before a backward, to say whether it is the last of a step; after the last, gradients are those of all ranks.
-        Before that, zero 1 keeps whole gradients and sends nothing, zero 2 and 3 keep parts of gradients, and zero 1 and 2 keep
-        whole weights. Copies, of shards too, are brought together in the last one only. `alone`: the next micro-batch is not to
-        wait for what this one sends, which ends with its backward."""
+        """Called before a backward, to say whether it is the last of a step; after the last, gradients are summed over all ranks.
+        Before that, zero 1 keeps whole gradients and sends nothing, zero 2 and 3 keep shards of gradients, and zero 1 and 2 keep
+        whole weights. Replicas, also of shards, are averaged in the last one only. `alone`: the communication of this micro-batch
+        ends with its backward, so that the next one does not wait for it."""
         if self.averages:
             from .averaging import wait
 
@@ -146,8 +146,7 @@ class Ranks:
         return both[:1], both[1]
 
     def added(self, parts: "Sequence[Tensor]", of: "Sequence[Tensor]") -> "list[Tensor]":
-        """Each of `parts`, which is what this rank's part of one of the parameters `of` adds to a sum, summed over the whole
-        parameter."""
+        """Each of `parts`, the contribution of this rank's part of one of the parameters `of`, summed over the whole parameter."""
         out, cut = list(parts), [k for k, p in enumerate(of) if self.cuts(p)]
         if cut:
             import torch
@@ -173,8 +172,8 @@ class Ranks:
     # ---- numbers and texts -------------------------------------------------------------------------------------------
 
     def sum(self, *numbers: float) -> Sequence[Any]:
-        """Each number, summed over the shares of the data. Integers stay integers. A boolean says something of the rank itself: of
-        all ranks those are counted that say True."""
+        """Each number, summed over the shares of the data. Integers stay integers. A boolean is about the rank itself: the result
+        is the number of ranks, among all, that say True."""
         if self.mesh is None:
             return numbers
         import torch
@@ -200,8 +199,8 @@ class Ranks:
         return [bytes(part.tolist())[:-1].decode() for part in said]
 
     def joined(self, batches: "Sequence[Sequence[Tensor]]") -> "list[Tensor]":
-        """The rows (n ..., on the host) of all batches, in the order of the batches, which the shares have in turn. They
-        differ in n alone. With several shares they are float64."""
+        """The rows (n ..., on the host) of all batches, in the order of the batches, which the shares have in turn. They may differ
+        only in n. With several shares they are float64."""
         import torch
 
         rows = [row for batch in batches for row in batch]
@@ -238,8 +237,8 @@ class Ranks:
         return "cpu" if self.channel is not None or "cpu" in dist.get_backend_config() else self.mesh.device_type
 
     def apart(self) -> "Ranks":
-        """The same ranks with connections of their own from host to host, so that another thread may `agree` and work `together`
-        whatever else is being sent. All ranks make them, or none."""
+        """The same ranks with separate connections from host to host, so that another thread may `agree` and work `together`
+        whatever else is being sent. All ranks must call this, or none."""
         if self.mesh is None:
             return self
         import torch.distributed as dist
@@ -269,15 +268,16 @@ ALONE = Ranks()
 
 
 def kept(model: "nn.Module") -> "Aside | None":
-    """What the host does for a model whose weights it keeps."""
+    """The host's part of offload, for a model whose weights are in host memory."""
     from .offload import aside_of
 
     return aside_of(model)
 
 
 def settle(model: "nn.Module") -> None:
-    """Make every parameter this rank's part of it, as FSDP2 keeps it. After a forward without a backward, gathered weights stand in
-    its place, whole and perhaps in low precision; saving those would save rounded weights. An update that is under way ends."""
+    """Make every parameter this rank's shard again, as FSDP2 keeps it. After a forward without a backward, the gathered weights are
+    in its place, whole and perhaps in low precision; saving those would save rounded weights. Also waits for an update under
+    way."""
     if (aside := kept(model)) is not None:
         aside.finish()
     for module in model.modules():

@@ -1,7 +1,8 @@
-"""Do ranks that should hold the same weights still do? A flipped bit or a missed sum spreads silently, and the run is lost.
+"""Checks that ranks which should hold the same weights still do. A flipped bit or a missed sum would spread silently and ruin the
+run.
 
 Each rank sums the bits of every such tensor, as integers, on its device. That takes one pass over memory, and any single flipped
-bit changes the sum. For each way in which tensors are divided, ranks compare one number; only if it differs do they compare the
+bit changes the sum. For each way in which tensors are sharded, ranks compare one number; only if it differs do they compare the
 sums of all tensors.
 """
 

@@ -1,5 +1,6 @@
-"""While ranks connect to each other, one that is stopped or gone would have the others wait in torch for minutes, and then raise
-what names nobody. So their time is kept beside that, and whoever's is up asks in the store which of them are there still.
+"""Names the ranks that are stopped or gone while ranks connect to each other: without this the others would wait in torch for
+minutes, and then get an error that names nobody. Each rank keeps its own time, and one whose time is up asks in the store which
+ranks are still there.
 """
 
 import os

@@ -1,10 +1,11 @@
-"""Sequence parallelism: between the layers that tensor parallelism cuts, each rank has a part of every sequence.
+"""Sequence parallelism: between the layers that tensor parallelism splits, each rank has a part of every sequence.
 
-Without it, norms, dropout and the residual stream are computed alike on all ranks of a layer. With it, a stack cuts its input along
-the sequence and puts its output together again. Attention and feed-forward gather what they read, and their sums over ranks are
-scattered. That sends as many bytes as before, and divides the activations between layers by the number of ranks (Korthikanti et
-al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2). Dropout there differs from rank to rank,
-by the seed of its shard. Sequences whose length the ranks do not divide, such as a single new token in generation, stay whole.
+Without it, all ranks of a layer compute the same norms, dropout and residual stream. With it, a stack splits its input along the
+sequence and gathers its output again. Attention and feed-forward all-gather their input and reduce-scatter their output. That sends
+as many bytes as before, and divides the memory of activations between layers by the number of ranks (Korthikanti et al., 2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2). Dropout there differs from rank to rank, by the
+seed of its shard. Sequences whose length is not divisible by the number of ranks, such as a single new token in generation, stay
+whole.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""What FSDP does beside a micro-batch, where that is recorded as a CUDA graph (train/graphs.py).
+"""FSDP within CUDA graphs: what it needs when a micro-batch is recorded as a graph (train/graphs.py).
 
-FSDP gathers weights and scatters gradients on streams of its own. A graph holds what is called on its stream, and on others that
-wait for that one and for which it waits in the end. So they all do; and no call in a graph waits for one that is not in it, or the
-other way round. FSDP's hooks run once, while it is recorded. They leave a model as they found it, if a micro-batch begins with
-weights in parts and ends with them, and with gradients that were sent (machine.py: whole).
+FSDP gathers weights and scatters gradients on its own streams. A graph holds the calls on its own stream, and those on other
+streams that wait for it and for which it waits in the end. So all of FSDP's streams do; and no call in a graph waits for one
+outside it, or the other way round. FSDP's hooks run once, during recording. They leave the model as they found it, provided that a
+micro-batch begins and ends with sharded weights, and ends with gradients that were sent (machine.py: whole).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a launcher says through the environment. Torch-free."""
+"""The environment variables that a launcher sets. Torch-free."""
 
 import os
 import re

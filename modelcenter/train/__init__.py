@@ -2,7 +2,7 @@
 
     run = modelcenter.train("finetune", overrides={"model": "gpt2", "data.path": "my.jsonl"})
 
-`help(modelcenter.train.__call__)` says more, and `modelcenter list recipes` what recipes there are.
+`help(modelcenter.train.__call__)` says more, and `modelcenter list recipes` lists the recipes.
 
 The package is callable: `train.loop.train` and this folder share a name, and importing a module of the folder puts the folder in
 the function's place.

@@ -1,9 +1,8 @@
-"""Before the first step: are all ranks about to do the same, and can each of them write its part of a state?
+"""Checks before the first step that all ranks are about to do the same, and that each can write its part of a state.
 
-A rank with another recipe, an older checkout or half the data would train all the same, and the result would be useless. Each rank
-tells what it has as one hash. Only if the hashes differ do the ranks tell all, and the first difference is named. A rank on a
-machine that has not mounted the output folder would be noticed only at the first state, after hours of work that nothing then
-saves.
+A rank with another recipe, an older checkout or half the data would train without an error, and the result would be useless. Each
+rank sends a hash of what it has. Only if the hashes differ do the ranks send everything, and the first difference is named. A rank
+on a machine that has not mounted the output folder would otherwise be noticed only at the first save, after hours of lost work.
 """
 
 import json

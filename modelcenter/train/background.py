@@ -1,9 +1,9 @@
-"""Training states that are written while the run goes on.
+"""Writes training states in the background while the run goes on.
 
-What a state holds is copied to the host before the next update (pinned, if it comes from an accelerator). A thread then writes the
-copies just as a run that waits would write the tensors (`checkpoint/state.py: save_state`); what ranks tell each other meanwhile
-goes over connections of its own. A thread is enough, because hashing, writing and flushing release Python's lock. One state is
-written at a time, and none is called saved before its folder has its final name.
+The contents of a state are copied to the host before the next update (to pinned memory, if they come from an accelerator). A thread
+then writes the copies just as a run that waits would write the tensors (`checkpoint/state.py: save_state`); its communication
+between ranks uses separate connections. A thread is enough, because hashing, writing and flushing release Python's GIL. One state
+is written at a time, and none is called saved before its folder has its final name.
 """
 
 import time

@@ -1,12 +1,12 @@
-"""How long runs took, against how long they were predicted to take: kept for the next prediction on the same device.
+"""Records how long runs took and how long they were predicted to take, for the next prediction on the same device.
 
-Two predictions about a machine may be off: how long the device takes, compared with its rates, and how long the host takes for a
-call, compared with what was timed. Each run tells only about the one that it waited for. So the last runs on a device are explained
-together, by the likeliest pair of the two factors. A plan made with this pair holds for other layouts and models as well.
+Two predictions about a machine may be off: the time of the device, compared with its rates, and the time that the host takes for a
+call, compared with what was timed. Each run tells only about the one that limited it. So the last runs on a device are explained
+together, by the most likely pair of the two factors. A plan made with this pair is valid for other layouts and models as well.
 
 $XDG_CACHE_HOME/modelcenter/plan.json (~/.cache without that variable) holds for each run its device, its precision, whether it had
-one rank or several, and the seconds of a step: predicted of the device and of the host, and measured. No model, path or text is in
-it. With MODELCENTER_CALIBRATION=0 it is neither read nor written.
+one rank or several, and the seconds of a step: predicted for the device and for the host, and measured. It contains no model, path
+or text. With MODELCENTER_CALIBRATION=0 it is neither read nor written.
 """
 
 import json

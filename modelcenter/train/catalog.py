@@ -1,6 +1,6 @@
-"""The packaged recipes, and a copy of one with all its keys written out, to be edited. Torch-free.
+"""Lists the packaged recipes, and writes a copy of one with all its keys, to be edited. Torch-free.
 
-A packaged recipe says only what differs from the defaults, each setting with its reason behind ` # `; its first line says what the
+A packaged recipe holds only what differs from the defaults, each setting with its reason after ` # `; its first line says what the
 recipe is for. These comments are read line by line, and our own files are written for that; the settings come from the YAML.
 """
 

@@ -1,5 +1,4 @@
-"""A machine profile may give only a number of devices, and not how they share the work. It then gets the layout that is predicted
-to be fastest."""
+"""Chooses the layout that is predicted to be fastest, for a machine profile that gives only a number of devices."""
 
 import os
 from dataclasses import replace

@@ -1,9 +1,9 @@
-"""Jobs for a cluster: a Slurm script or a Kubernetes manifest, to be read before it is submitted. Torch-free.
+"""Writes jobs for a cluster: a Slurm script or a Kubernetes manifest, to be read before it is submitted. Torch-free.
 
-Both start one `modelcenter train` a node, which starts that node's ranks (train/launch.py). There is no torchrun in between: it
-kills ranks 30 s after SIGTERM, which is too soon to save a large model, and hides their exit status, which tells a mistake (2) from
-a lost node. On Kubernetes an Indexed Job with a headless Service gives each pod a number and a name, which is all that ranks need,
-on any cluster; a PyTorchJob would need an operator there.
+Both start one `modelcenter train` per node, which starts that node's ranks (train/launch.py). There is no torchrun in between: it
+kills ranks 30 s after SIGTERM, which is too soon to save a large model, and hides their exit status, which distinguishes a mistake
+(2) from a lost node. On Kubernetes an Indexed Job with a headless Service gives each pod a number and a name, which is all that
+ranks need, on any cluster; a PyTorchJob would need an operator.
 """
 
 import re
@@ -51,21 +51,21 @@ class Job:
     kubernetes: bool = field(default=False, metadata=says("write a manifest for kubectl"))
     out: str | None = field(default=None, metadata=says("the file to write; absent: NAME.sbatch or NAME.yaml", min=1))
     submit: bool = field(default=False, metadata=says("submit it too"))
-    name: str = field(default="train", metadata=says("of the job", min=1, max=40))
-    nodes: int = field(default=1, metadata=says("machines, among which the ranks are shared", min=1))
-    cpus: int | None = field(default=None, metadata=says("CPUs of a node; absent: all, of nodes that are this job's alone", min=1))
-    memory: str | None = field(default=None, metadata=says("of a node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
+    name: str = field(default="train", metadata=says("name of the job", min=1, max=40))
+    nodes: int = field(default=1, metadata=says("machines over which the ranks are distributed", min=1))
+    cpus: int | None = field(default=None, metadata=says("CPUs per node; absent: all, on nodes of this job's own", min=1))
+    memory: str | None = field(default=None, metadata=says("per node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
     grace: int = field(default=300, metadata=says("seconds to finish a step and save, before the time is up or a pod ends", min=1,
                                                   max=65535))
-    retries: int = field(default=3, metadata=says("times that a job which fails, but for a mistake, is queued again", min=0))
-    time: str | None = field(default=None, metadata=says("Slurm: the time limit, 1-12:00:00; the run goes on in the next", min=1))
+    retries: int = field(default=3, metadata=says("times that a failed job is queued again, unless a mistake ended it", min=0))
+    time: str | None = field(default=None, metadata=says("Slurm: the time limit, 1-12:00:00; the next job goes on with it", min=1))
     partition: str | None = field(default=None, metadata=says("Slurm", min=1))
     account: str | None = field(default=None, metadata=says("Slurm", min=1))
     image: str | None = field(default=None, metadata=says("Kubernetes: a container with modelcenter in it", min=1))
     claim: str | None = field(
         default=None, metadata=says("Kubernetes: the volume claim with data and output, for all nodes", min=1)
     )
-    mount: str = field(default="/workspace", metadata=says("Kubernetes: where the claim is, and where the command runs", min=1))
+    mount: str = field(default="/workspace", metadata=says("Kubernetes: where the claim is mounted and the command runs", min=1))
 
 
 def check(job: Job, machine: Machine) -> None:

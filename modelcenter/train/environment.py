@@ -1,6 +1,6 @@
-"""environment.json: the surroundings in which a run was made, one object for each process that worked on it, in order.
+"""environment.json: the environment in which a run was made, one object for each process that worked on it, in order.
 
-It has what a colleague needs to repeat the run: versions, the commit of the folder that it was started in, the command, the
+It has what a colleague needs to repeat the run: versions, the commit of the folder in which it was started, the command, the
 machine, and the data files. Environment variables are not written, and if the name of one says that it is secret, its value is
 removed wherever it occurs.
 """

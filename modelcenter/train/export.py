@@ -1,4 +1,4 @@
-"""The model of a training state, written out as the end of its run would have written it."""
+"""Writes the model of a training state, as the run itself would have written it at its end."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whether a run will fit into memory and how long a step will take, told before its first step, and what would make it fit."""
+"""Says before the first step whether a run will fit into memory, what would make it fit, and how long a step will take."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -100,7 +100,7 @@ WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory"
 
 def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup, compute: Compute, *,
             refuses: bool = True) -> Verdict | str:
-    """What a run will need and take on `device`; or one line that says why this is not known.
+    """The memory that a run will need and the time that it will take on `device`; or one line that says why this is not known.
 
     The plan is for the largest possible batch: a micro-batch of sequences of `data.seq_len`. A run is refused only if no batch is
     small enough: if weights, gradients and optimizer exceed all the memory there is. Without `refuses` nothing is to be run, and an
@@ -150,7 +150,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
 
 
 def beside(chip: Chip, machine: Machine, ranks: int) -> Chip:
-    """The chip with what one of `ranks` has of the memory of this host, and how fast its update moves through it."""
+    """The chip with the share that one of `ranks` has of this host's memory, and of its bandwidth for the update."""
     there = memory_of(torch.device("cpu"))
     assert there is not None
     with as_a_rank(machine, ranks):
@@ -175,7 +175,7 @@ def as_a_rank(machine: Machine, ranks: int) -> Iterator[None]:
 
 
 def ranks_here(ranks: int) -> int:
-    """How many of `ranks` share this host and its memory: as many as a launcher says, or each of NNODES hosts would start."""
+    """How many of `ranks` share this host and its memory: as many as a launcher says, or as each of NNODES hosts would start."""
     nodes = variable("NNODES", 1, 2**20, default=1)
     return variable("LOCAL_WORLD_SIZE", 1, 2**20, default=max(1, ranks // nodes))
 
@@ -184,7 +184,7 @@ FEWER = "an adapter (adapter.name=lora), optimizer.moments=bf16, optimizer.name=
 
 
 def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
-    """Settings that fit: the largest micro-batch, more recompute, or both; or shards in place of copies."""
+    """Settings that fit: the largest micro-batch, more recompute, or both; or shards instead of replicas."""
     halves = costs.job.sizes(now.rows // 2)
     for how in RECOMPUTES[RECOMPUTES.index(now.machine.recompute) :]:
         if not compiles(replace(now.machine, recompute=how)):
@@ -204,7 +204,7 @@ def better(costs: Costs, now: Estimate) -> Iterator[tuple[str, int]]:
 
 
 def quicker(costs: Costs, now: Estimate, recipe: Recipe) -> tuple[str, Estimate] | None:
-    """Copies in place of shards, if there is room and they take clearly less time: profiles of a node are made for large models."""
+    """Replicas instead of shards, if there is room and they are clearly faster: profiles of a node are made for large models."""
     if (whole := in_copies(now.machine)) is None:
         return None
     try:

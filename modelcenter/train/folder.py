@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, whether this run may use it, and from which state it continues. Torch-free."""
+"""The folder of a run: which run it belongs to, whether this run may use it, and from which state it continues. Torch-free."""
 
 import os
 from collections.abc import Iterator, Mapping

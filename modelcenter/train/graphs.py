@@ -1,26 +1,27 @@
-"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then started by one call of the host.
+"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then launched by a single call of the host.
 
-A step of a small model has thousands of kernels, and the host takes longer to call them than the GPU to run them. If the shapes of
-a micro-batch recur, so do the calls, and a record of them can be replayed: the kernels, their arguments and the memory they use,
-which the record keeps for itself. What changes from one micro-batch to the next is copied to where the recorded kernels read it:
-the batch, the number of targets and the loss scale. What dropout draws depends on the generator's position, which torch gives to a
+A step of a small model has thousands of kernels, and the host takes longer to launch them than the GPU to run them. If the shapes
+of a micro-batch recur, so do the calls, and a record of them can be replayed: the kernels, their arguments, and the memory they
+use, which the record reserves. What changes from one micro-batch to the next is copied to where the recorded kernels read it: the
+batch, the number of targets and the loss scale. What dropout draws depends on the generator's position, which torch passes to a
 graph at each replay and advances as the calls themselves would. So a run with graphs has the same bits as one without, and a
 resumed run the same as an uninterrupted one, as far as the kernels themselves are deterministic.
 
-Gradients. The first micro-batch of a step finds none: its backward makes them, in memory of the record, and the parameters are
-given them each time. Further micro-batches find those and add to them. These are two records. The gradients of other shapes are
-copied to where those of the first shapes are, so that any micro-batch may follow any other.
+Gradients. The first micro-batch of a step finds none: its backward creates them in the memory of the record, and they are assigned
+to the parameters each time. Further micro-batches add to them. These are two records. The gradients of other shapes are copied to
+where those of the first shapes are, so that any micro-batch may follow any other.
 
-Several GPUs. A record holds what they send each other: the sums of tensor parallelism; what FSDP gathers and scatters
-(parallel/shards.py); and copies average their gradients in the backward of a step's last micro-batch (parallel/averaging.py), which
-is a record of its own. Each rank records when its own shapes recur: to the others a replay sends what the calls would have sent.
+Several GPUs. A record includes their communication: the all-reduces of tensor parallelism; FSDP's all-gathers and reduce-scatters
+(parallel/shards.py); and the averaging of gradients over replicas in the backward of a step's last micro-batch
+(parallel/averaging.py), which is a separate record. Each rank records when its own shapes recur: to the other ranks a replay sends
+what the calls would have sent.
 
-The update of optimizers that wait for the norm and then make some hundred calls (optim/clipped.py) is a record too, of gradients
-that are where the records have them: not under tensor parallelism, where those of norms are sums that the update makes elsewhere.
+The update of optimizers that wait for the norm and then make some hundred calls (optim/clipped.py) is recorded too, provided that
+the gradients are where the records have them: not under tensor parallelism, where the update itself sums those of norms elsewhere.
 
-shapes.py fills micro-batches up to shapes that recur. What cannot be recorded runs by calls as before: packed sequences in fp32,
-which the host cuts apart; what waits for the device or brings something from the host; what there is no memory for. If a run then
-lacks memory, it gives the records up and repeats its step.
+shapes.py pads micro-batches to shapes that recur. What cannot be recorded runs as ordinary calls: packed sequences in fp32, which
+the host cuts apart; what waits for the device or copies from the host; and what does not fit into memory. If a run then lacks
+memory, it drops the records and repeats its step.
 """
 
 from collections import OrderedDict
@@ -53,7 +54,7 @@ Kind = tuple[Literal["first", "later"], bool]  # of a step's micro-batches, and 
 
 
 class Recorder(Protocol):
-    """What records calls: `GPU`, or a stand-in for it in tests."""
+    """Records calls: `GPU`, or a stand-in for it in tests."""
 
     def room(self) -> bool:
         """Whether there is memory for a record."""
@@ -62,19 +63,19 @@ class Recorder(Protocol):
         """The calls of `work`, none of which is done: a function that does them, and where the result will be."""
 
     def drawn(self) -> Tensor:
-        """Where the device's generator stands."""
+        """The position of the device's random generator."""
 
     def rewind(self, drawn: Tensor) -> None:
-        """Let it stand there again."""
+        """Set the generator back to that position."""
 
     def tight(self) -> bool:
         """Whether other work may lack the memory that records hold."""
 
     def lacks(self, times: float) -> bool:
-        """Whether work may lack it that takes so many times what was taken at most."""
+        """Whether work may run out of memory that needs so many times the peak so far."""
 
     def wait(self) -> None:
-        """For what was started, whose memory others are to have."""
+        """Wait for work that was started and whose memory is to be reused."""
 
     def close(self) -> None:
         """After a failure: leave torch as it was."""
@@ -148,8 +149,8 @@ class Shapes:
 
 @dataclass
 class Updates:
-    """What is known about updates: how many were `seen` of which the gradients were the records'. Of the record, if there could be
-    one, what it reads, and the places of what it changes."""
+    """What is known about updates: how many were `seen` whose gradients were in the records. If there is a record of the update,
+    what it reads, and the addresses of what it changes."""
 
     seen: int = 0
     launch: Callable[[], object] | None = None
@@ -203,8 +204,8 @@ class Graphs:
         return record.loss.clone()
 
     def by_calls(self, work: Work, arguments: Arguments, scale: Scale) -> Tensor:
-        """Do what `work` does without a record. Where others wait for this rank no step can be done again: if the memory that
-        records hold may be lacking, they are given up before it is."""
+        """Do what `work` does without a record. If other ranks wait for this one, no step can be repeated: then the records are
+        dropped before their memory could be missing."""
         size = sum(v.numel() for v in arguments.values() if isinstance(v, Tensor))
         if self.gradients and not self.repeats and self.recorder.lacks(max(1.0, size / self.largest)):
             self.recorder.wait()
@@ -243,7 +244,7 @@ class Graphs:
         return self.updates.launch
 
     def attempt(self, step: Callable[[], T]) -> T:
-        """The result of `step`. If that lacks the memory that records hold, they are given up and it is tried again."""
+        """The result of `step`. If it runs out of memory while there are records, they are dropped and it is tried again."""
         if self.ended or not self.repeats or any(p.grad is not None for p in self.trained):
             return step()
         drawn = self.recorder.drawn()
@@ -278,7 +279,7 @@ class Graphs:
         return self.shapes[key]
 
     def free(self, shapes: Shapes, arguments: Arguments) -> bool:
-        """Whether `shapes` may have another record: there is memory, and a place, which shapes that recur often take from
+        """Whether `shapes` may have another record: there is memory, and a free slot; shapes that recur often take slots from
         others."""
         with_records = [key for key, other in self.shapes.items() if other.records]
         full = not shapes.records and len(with_records) >= MOST
@@ -343,14 +344,14 @@ class Graphs:
         self.tell(f"{what} cannot be a CUDA graph and run without: {type(error).__name__}: {why}")
 
     def drop(self) -> None:
-        """Give up all records and their memory."""
+        """Drop all records and free their memory."""
         for shapes in self.shapes.values():
             shapes.records, shapes.inputs, shapes.scale = {}, {}, None
         self.gradients, self.places = {}, []
         self.updates = Updates()
 
     def make_room(self) -> None:
-        """Before work of another kind, whose memory was not measured: give up the records if little memory is left."""
+        """Before work of another kind, whose memory was not measured: drop the records if little memory is left."""
         if self.gradients and self.recorder.tight():
             self.recorder.wait()
             self.drop()
@@ -362,7 +363,7 @@ class Graphs:
 
 
 def places_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Where tensors stand in this process's memory."""
+    """The addresses of tensors in this process's memory."""
     return [getattr(x, "_local_tensor", x).data_ptr() for x in tensors]  # a DTensor's own is 0
 
 
@@ -390,9 +391,9 @@ def said(arguments: Arguments) -> str:
 
 
 def graphs_of(model: nn.Module, machine: Machine, device: torch.device, tell: Callable[[str], object]) -> Graphs | None:
-    """The graphs of a run, if it may have any: not where the loss needs other ranks' texts (parallel/gather.py), which a rank that
-    records alone would ask for in vain. Without `cuda_graphs` nothing is recorded, but batches are filled up in the same way, so
-    that the bits are the same."""
+    """The graphs of a run, if it may have any: not if the loss needs other ranks' texts (parallel/gather.py), for which a rank that
+    records alone would wait in vain. Without `cuda_graphs` nothing is recorded, but batches are padded in the same way, so that the
+    bits are the same."""
     gathers = any(getattr(module, "gather", None) is not None for module in model.modules())
     if not replace(machine, cuda_graphs=True).graphs or device.type != "cuda" or gathers:
         return None

@@ -1,8 +1,8 @@
-"""What a run does when updates stay non-finite or the loss leaps: it returns to an earlier state, and continues behind the data of
-the trouble.
+"""Rolls a run back when updates stay non-finite or the loss spikes: it returns to an earlier state, and continues after the data
+that caused the trouble.
 
-PaLM's training did so (Chowdhery et al., 2022, section 5.1): the same weights without the batches of the spike had no spike. A run
-returns to each state only once, so that a run whose trouble stays comes to an end.
+PaLM was trained in this way (Chowdhery et al., 2022, section 5.1): the same weights without the batches of the spike had no spike.
+A run returns to each state only once, so a run with persistent trouble comes to an end.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
     then stands. Without such a state, or if the run has already returned to it once, nothing changes and None is returned. A line
     tells what happened.
 
-    Weights, moments, averages, random generators, the schedule and the best so far are those of the state; the data continues where
-    it is. The update just before a bad loss may have caused it, so the state must be older than that update: than the last before
-    all steps that had none, those in which the loss scale fell among them.
+    Weights, moments, averages, random generators, the schedule and the best so far are those of the state; the data continue at the
+    current position. The update just before a bad loss may have caused it, so the state must be older than that update: older than
+    the last update before all steps that had none, including those in which the loss scale fell.
     """
     seen = find_state(folder, before=at.step - at.trouble) if ranks.first else None
     found = ranks.tell("" if seen is None else str(seen[0]))

@@ -1,7 +1,7 @@
 """A model for lm-eval, EleutherAI's evaluation harness (`pip install modelcenter[lm-eval]`); imported only when asked for.
 
-It answers as lm-eval's own `hf` model does with the same weights: the log probability of a continuation and whether greedy decoding
-writes it, the log probability of a whole text in windows, and texts written up to the first of some strings.
+It answers like lm-eval's own `hf` model with the same weights: the log probability of a continuation and whether greedy decoding
+produces it, the log probability of a whole text in windows, and texts generated up to the first of some strings.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @torch.no_grad()
     def sees_ahead(self) -> bool:
-        """Whether the scores of a token depend on the one behind it."""
+        """Whether the scores of a token depend on the next one."""
         ids = torch.tensor([[1, 2], [1, 3]], device=self.device)
         first = self.model(ids).logits[:, 0].float()
         return not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-3 * float(first.abs().max()))
@@ -61,7 +61,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that a text without a context follows."""
+        """The id that precedes a text without a context."""
         return self.eot_token_id if self.words.bos_id is None else int(self.words.bos_id)
 
     @property
@@ -75,7 +75,7 @@ class Harness(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @torch.no_grad()
     def _loglikelihood_tokens(self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
-        """For each request the log probability of what follows, and whether greedy decoding writes it."""
+        """For each request the log probability of the continuation, and whether greedy decoding produces it."""
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
         for some in groups(order, self.rows):

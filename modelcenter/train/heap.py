@@ -1,7 +1,7 @@
-"""On a CPU, what one step frees stays there for the next.
+"""On a CPU, keeps the memory that one step frees for the next step.
 
-Each step asks for gigabytes and frees them. glibc returns freed memory at the top of its heap to the system, which must then clear
-every page of it again for the next step.
+Each step allocates gigabytes and frees them. glibc returns freed memory at the top of its heap to the system, which must then clear
+every page again for the next step.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""Asking a command to end. The first SIGTERM, Ctrl-C, SIGUSR1 (of a queue whose time is up) or end of the terminal lets a run
-finish its step, or give its evaluation up between two batches, and save. What has nothing to save, or not yet, ends by an
-exception, on whose way all that is half done is removed. A second one ends the process at once. With several ranks, the process
-that started them says which is the second (train/launch.py; torchrun passes none on). A download is not waited for: it may take an
-hour. Torch-free.
+"""How a command is asked to end. After the first SIGTERM, Ctrl-C, SIGUSR1 (from a queue whose time is up) or end of the terminal, a
+run finishes its step, or stops its evaluation between two batches, and saves. A command that has nothing to save, or nothing yet,
+ends with an exception, which also removes what is half done. A second signal ends the process at once. With several ranks, the
+process that started them says which signal is the second (train/launch.py; torchrun passes none on). A download is not waited for:
+it may take an hour. Torch-free.
 """
 
 import os
@@ -29,7 +29,7 @@ def imports(frame: FrameType | None) -> bool:
 
 
 class Stop(Exception):
-    """A rank of a run was asked for the end, and all have heard of it: there is no further step, nor batch of an evaluation."""
+    """A rank of a run was asked to stop, and all ranks know: there is no further step, nor batch of an evaluation."""
 
 
 class Interrupt(AbstractContextManager["Interrupt"]):
@@ -67,7 +67,7 @@ class Interrupt(AbstractContextManager["Interrupt"]):
             signal.signal(number, handler)
 
     def begin(self) -> None:
-        """Say that from now on there is something to save."""
+        """Note that from now on there is something to save."""
         self.begun = True
 
     def hear(self, number: int, frame: FrameType | None) -> None:

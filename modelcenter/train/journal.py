@@ -1,4 +1,4 @@
-"""What is kept of a run besides its numbers: environment.json when it begins, summary.md when it ends, however it ends."""
+"""The records of a run besides its numbers: environment.json when it begins, and summary.md when it ends, however it ends."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,9 +1,8 @@
-"""Starts the ranks of a run on this machine and stays with them: it passes on what it is told, and no rank outlives another's
-failure.
+"""Starts the ranks of a run on this machine and supervises them: it passes on signals, and if a rank fails it ends the others.
 
-On one machine they find each other through a file in a private folder, and communicate over the loopback interface only. If the
-environment gives NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, one such process on each machine starts its part of them. The
-first rank of a machine has the terminal; the output of the others is shown only if one of them failed first. Torch-free.
+On one machine the ranks find each other through a file in a private folder, and communicate over the loopback interface only. If
+the environment gives NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, one such process on each machine starts its part of the ranks.
+The first rank of a machine has the terminal; the output of another is shown only if it failed first. Torch-free.
 """
 
 import ctypes
@@ -58,7 +57,7 @@ class RankError(RuntimeError):
 
     @property
     def passing(self) -> bool:
-        """Whether the same command may succeed later: nothing has to be corrected by the user, and nobody asked for the end."""
+        """Whether the same command may succeed later: the user need not correct anything, and nobody asked for the end."""
         return self.status not in (BAD_INPUT, *(128 + number for number in SIGNALS))
 
 
@@ -74,7 +73,7 @@ def nodes_told() -> int:
 
 
 def check_ranks(recipe: Recipe, machine: Machine) -> None:
-    """Refuse what the ranks of `machine` cannot do as one process does it."""
+    """Refuse what the ranks of `machine` cannot do in the same way as one process."""
     check(machine)
     if machine.ranks == 1:
         return
@@ -84,9 +83,8 @@ def check_ranks(recipe: Recipe, machine: Machine) -> None:
 
 
 def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, Any]:
-    """Run `modelcenter VERB` on every rank to its end, and return the first one's answer. If a rank fails, the run is started again
-    up to `machine.restarts` times, and continues from its last state; before it has one, from where it began. Errors:
-    `RankError`."""
+    """Run `modelcenter VERB` on every rank to its end, and return the first one's answer. If a rank fails, the run is restarted up
+    to `machine.restarts` times, and continues from its last state; before it has one, from where it began. Errors: `RankError`."""
     check_ranks(recipe, machine)
     ranks: list[subprocess.Popen[bytes]] = []
     left = machine.restarts
@@ -120,8 +118,8 @@ def share_of(machine: Machine) -> tuple[range, bool]:
 
 def once(recipe: Recipe, machine: Machine, ranks: "list[subprocess.Popen[bytes]]", asked: Sequence[int],
          verb: str) -> dict[str, Any]:
-    """Run to the end from where the run stands; `ranks` holds its processes meanwhile. Those that are started when the end has been
-    `asked` for hear it too."""
+    """Run to the end from where the run stands; `ranks` holds its processes meanwhile. Processes that start after the end was
+    `asked` for are told as well."""
     mine, alone = share_of(machine)
     stacks = Path(recipe.output_dir) / "ranks"
     before = stamps(stacks)
@@ -174,7 +172,7 @@ def start(command: Sequence[str], rank: int, mine: range, ranks: int, place: Pat
 
 
 def wait(ranks: "Sequence[subprocess.Popen[bytes]]") -> list[int | None]:
-    """How each rank has ended, once all have or one has failed; None: not yet."""
+    """How each rank ended, once all have ended or one has failed; None: not yet."""
     while any(process.poll() is None for process in ranks):
         if failed := {process.poll() for process in ranks} - {None, 0}:
             until = time.monotonic() + (HEARD if BAD_INPUT in failed else GRACE)
@@ -208,8 +206,8 @@ def stamps(folder: Path) -> dict[str, int]:
 
 
 def stalled(folder: Path, mine: range, seconds: float, before: Mapping[str, int]) -> NoReturn:
-    """Raise which rank stands where: first those at fault, then those that wait for others. Files that were there `before` are
-    ignored."""
+    """Raise an error that says where each rank stands: first those at fault, then those that wait for others. Files that existed
+    `before` are ignored."""
     now = stamps(folder)
     places: dict[str, list[int]] = {}
     for rank in mine:

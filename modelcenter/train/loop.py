@@ -1,6 +1,6 @@
 """The training loop, in the order in which things happen: prepare, resume, step, evaluate, save, write the model out.
 
-    output_dir/recipe.yaml     the recipe as resolved: nothing in it is `auto` or derived any more; machine.yaml, where it last ran
+    output_dir/recipe.yaml     the resolved recipe, in which nothing is `auto` or derived any more; machine.yaml, where it last ran
     output_dir/metrics.jsonl   what happened (train/metrics.py), drawn in loss.png
     output_dir/environment.json, summary.md   where, from what and with what result: for other people (train/journal.py)
     output_dir/step-N/         training states (checkpoint/state.py)
@@ -72,12 +72,12 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     """Train as `recipe` (a packaged name, a file, or a `Recipe`) says, on `machine` (a profile, its name, or a file).
 
     `overrides` change keys of a recipe that is given by name or file: {"model": "gpt2", "optimizer.lr": 1e-4}, or
-    ["optimizer.lr=1e-4"]. The first SIGTERM or Ctrl-C ends the run after the current step (of several GPUs after the next,
-    perhaps), or within an evaluation, and saves. Calling `train` again resumes from there, with that evaluation, or after a kill
-    from the newest valid state, with the same bits as an uninterrupted run. If the machine has several ranks and no launcher has
-    started them, they are started here, and this process waits for them.
+    ["optimizer.lr=1e-4"]. The first SIGTERM or Ctrl-C saves and ends the run after the current step (on several GPUs perhaps one
+    later), or within an evaluation. Calling `train` again resumes there, repeating that evaluation, or after a kill from the newest
+    valid state, with the same bits as an uninterrupted run. If the machine has several ranks and no launcher has started them,
+    `train` starts them and waits for them.
 
-    Errors: `InputError` for what a user can correct, which includes a run whose gradients stay non-finite.
+    Errors: `InputError` for what a user can correct, including a run whose gradients stay non-finite.
     """
     machine = as_machine(machine) if machine is not None else Machine()
     if not isinstance(recipe, Recipe):

@@ -1,4 +1,4 @@
-"""When memory runs out: one line that names the key to change and a value to try, whatever the device and wherever it happened."""
+"""The error when memory runs out: one line that names the key to change and a value to try, on any device and in any phase."""
 
 import errno
 from dataclasses import replace
@@ -21,7 +21,7 @@ WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot 
 
 
 class Memory:
-    """A context that turns an error which says that memory ran out into a refusal; `at` is what was being done."""
+    """A context that turns an out-of-memory error into a refusal; `at` is what was being done."""
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self.recipe, self.machine, self.at = recipe, machine, ""
@@ -68,7 +68,7 @@ def of_work(recipe: Recipe, machine: Machine) -> tuple[str, object, list[str]]:
 
 
 def spares(machine: Machine) -> bool:
-    """Whether the host has memory of its own that could keep what lasts, and does not yet."""
+    """Whether offload could help: the host has separate memory that could hold weights and state, and does not yet."""
     return not machine.offload and device_of(machine).type != "cpu"
 
 

@@ -1,8 +1,8 @@
 """The numbers of a run: metrics.jsonl.
 
-It holds one JSON object a line. The first row is the run's environment; then a row with `loss` for each logged step and a row
-with `eval_loss` for each evaluation. Every value but `TIMINGS` follows from the recipe: a run that was killed and resumed writes
-the same rows as one that was not.
+It holds one JSON object per line. The first row is the run's environment; then come a row with `loss` for each logged step and a
+row with `eval_loss` for each evaluation. Every value except `TIMINGS` is determined by the recipe: a run that was killed and
+resumed writes the same rows as one that was not.
 """
 
 import json
@@ -73,7 +73,7 @@ class Metrics:
         return False
 
     def whereabouts(self) -> Path | None:
-        """The folder, by the name that it has now. One that was removed is to be made again; None if another has its name."""
+        """The folder, by its current name. One that was removed is to be made again; None if another folder has its name."""
         if self.at_home():
             return self.path.parent
         with suppress(OSError):
@@ -83,7 +83,7 @@ class Metrics:
         return None if self.path.parent.exists() else self.path.parent
 
     def sync(self) -> None:
-        """Bring every row so far to the disk; called before a training state is written."""
+        """Flush every row so far to the disk; called before a training state is written."""
         with self.survived("its rows wait for room"):
             self.append()
             os.fsync(self.file)
@@ -103,7 +103,7 @@ class Metrics:
 
     @contextmanager
     def survived(self, what: str) -> Iterator[None]:
-        """A context in which a fault of the disk is no error. It is told once for as long as it lasts."""
+        """A context in which a disk failure is not an error. It is reported once for as long as it lasts."""
         try:
             yield
         except OSError as error:

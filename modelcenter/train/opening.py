@@ -1,4 +1,4 @@
-"""The first lines of a run: the model, the data, the length, one decoded sample, and what is likely to be a mistake."""
+"""The first lines that a run prints: the model, the data, the length, one decoded sample, and warnings of likely mistakes."""
 
 from collections.abc import Iterator, Sequence
 

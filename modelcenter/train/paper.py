@@ -1,4 +1,4 @@
-"""A plan for devices that need not be here: the job that a recipe, or a model alone, makes for them, and its layouts."""
+"""A plan for devices that need not be present: the job that a recipe, or a model alone, makes for them, and its layouts."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: small panels over the steps, drawn from metrics.jsonl."""
+"""Draws the curves of a run, loss.png: small panels over the steps, from metrics.jsonl."""
 
 import warnings
 from collections.abc import Sequence

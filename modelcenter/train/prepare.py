@@ -1,4 +1,4 @@
-"""From a recipe in which nothing is left open (`resolve.py`) to what the loop works with: tokenizer, model, data, evaluation."""
+"""Turns a resolved recipe (`resolve.py`) into what the loop works with: tokenizer, model, data, evaluation."""
 
 import importlib
 import json
@@ -66,8 +66,8 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
 
 def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False,
             judged: bool = False) -> Setup:
-    """Read the data, make or load the tokenizer and the model (`meta`: without its weights), and tell what was found. `recipe` is
-    resolved. `judged`: the model is only evaluated, with the labels that it knows, whether or not all of them occur in the data.
+    """Read the data, train or load the tokenizer, load the model (`meta`: without its weights), and report what was found. `recipe`
+    is resolved. `judged`: the model is only evaluated, with the labels that it knows, whether or not all of them occur in the data.
 
     On a CPU a thread reads the weights while the texts are encoded. Errors: `InputError`; for a field of the data that does not
     fit, before any weight is read.
@@ -111,7 +111,7 @@ def find_tokenizer(recipe: Recipe, records: Sequence[Record]) -> Tokenizer:
 
 def find_labels(recipe: Recipe, records: Part, judged: bool) -> Labels:
     """The names of the classes: those that the weights know, in their order, if all that occur are among them, or if the model is
-    judged: a row of another class is at fault then, and not the model's head."""
+    only evaluated: then a row of another class is at fault, and not the model's head."""
     objective = find_objective(recipe.objective)
     known = learned_labels(recipe) if objective.named else ()
     learned = () if known == tuple(f"LABEL_{n}" for n in range(len(known))) else known
@@ -184,7 +184,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
 
 
 def absent(model: str) -> bool:
-    """Whether it is a preset that would have to be fetched; its shapes are known without."""
+    """Whether this is a preset that would have to be downloaded; its shapes are known without that."""
     known = hubs()
     if model not in known or Path(os.path.expanduser(model)).is_dir():
         return False
@@ -196,7 +196,7 @@ def absent(model: str) -> bool:
 
 
 def restrict(model: Model, recipe: Recipe) -> None:
-    """Freeze what the recipe says. What cannot be trained so, or in its precision, is refused."""
+    """Freeze what the recipe says. A model that cannot be trained in this way, or in its precision, is refused."""
     if recipe.precision == "fp16" and model.wide:
         family = type(model).__name__.removeprefix("FSDP")  # which torch puts before a class that it has divided
         found = f"fp16 with {family}, whose feed-forward layers overflow it"
@@ -230,8 +230,8 @@ def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) 
 
 
 def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
-    """What config.json must say for a classifier that reads the last token: transformers finds that token by the id of padding, and
-    without one refuses more than one text at a time."""
+    """What config.json must contain for a classifier that reads the last token: transformers finds that token by the padding id,
+    and without one refuses more than one text at a time."""
     head, known = model.head, tokenizer.pad_id is not None or tokenizer.eos_id is not None
     reads_last = isinstance(head, ClassifyHead) and head.pick is last_token
     return {"pad_token_id": filler(tokenizer)} if reads_last and known and model.config.get("pad_token_id") is None else {}

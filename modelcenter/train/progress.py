@@ -1,7 +1,7 @@
-"""What a run prints while it works: lines that stay, and the state of the run with the time to its end.
+"""What a run prints while it works: messages, and a progress line with the time that remains.
 
-On a terminal the state is one line that is redrawn in place. Anywhere else (a log, a pipe) it is a plain line for each logged step,
-without a carriage return.
+On a terminal the progress line is redrawn in place. Elsewhere (a log, a pipe) there is a plain line for each logged step, without a
+carriage return.
 """
 
 import math
@@ -67,7 +67,7 @@ class Pace:
 
 
 class Progress:
-    """Prints for a run. One that is `silent` prints nothing; a terminal that is gone is no longer written to."""
+    """Prints for a run. A `silent` one prints nothing; a terminal that is gone is no longer written to."""
 
     def __init__(self, total: int, every: Mapping[str, int | None] | None = None, stream: TextIO | None = None, *,
                  silent: bool = False) -> None:
@@ -76,7 +76,7 @@ class Progress:
         self.pace, self.drawn, self.steps = Pace(total, every or {}), -math.inf, 0
 
     def say(self, text: str) -> None:
-        """Print one or several lines that stay. Control characters in them are shown and not obeyed."""
+        """Print one or several permanent lines. Control characters in them are shown, not executed."""
         text = "\n".join(map(printable, text.split("\n")))
         self.print(f"\r\x1b[K{text}\n" if self.live else f"{text}\n")
 
@@ -112,7 +112,7 @@ class Progress:
             self.pace.other(kind, time.perf_counter() - began)
 
     def part(self, what: str, done: int, of: int) -> None:
-        """Tell how far some other work is: redrawn if possible, elsewhere a line a minute."""
+        """Show the progress of some other work: redrawn if possible, elsewhere a line per minute."""
         now = time.perf_counter()
         if now - self.drawn > (OFTEN if self.live else MINUTE):
             text = f"{done:,} of {of:,} {what}"

@@ -1,6 +1,6 @@
-"""What a training run is: every key of a recipe, its type, default and bounds, and which keys go together.
+"""The definition of a training run: every key of a recipe, its type, default and bounds, and which keys go together.
 
-A recipe determines the result; where it runs, and how fast, is a `Machine`'s matter. Torch-free, so that it is checked first.
+A recipe determines the result; a `Machine` determines where it runs, and how fast. Torch-free, so that it is checked first.
 """
 
 import os
@@ -33,7 +33,7 @@ else:  # each file of data/objectives is one
 class Recipe:
     """One training run. Steps are optimizer steps; a length is in tokens; a batch in sequences.
 
-    `modelcenter list keys` says what each key means. `mc.train` takes a Recipe, and `load_recipe` makes one of a name or a file.
+    `modelcenter list keys` says what each key means. `mc.train` takes a Recipe, and `load_recipe` makes one from a name or a file.
     Errors: `InputError` for a value that does not fit its key, or keys that do not go together.
     """
 
@@ -58,7 +58,7 @@ class Recipe:
     )
     batch: int = field(default=8, metadata=says("sequences of one optimizer step, over all ranks", min=1))
     batch_tokens: int | None = field(
-        default=None, metadata=says("instead of `batch`: as many sequences as fit into so many tokens, a longer one alone", min=1)
+        default=None, metadata=says("instead of `batch`: as many sequences as fit into this many tokens, a longer one alone", min=1)
     )
     micro_batch: int | None = field(default=None, metadata=says("sequences of one forward; absent: derived", min=1))
     precision: Literal["auto", "bf16", "fp16", "fp32"] = field(
@@ -74,7 +74,7 @@ class Recipe:
     on_spike: Literal["report", "rollback", "off"] = field(
         default="report", metadata=says("on a spike of the loss: report it; return to a state and skip the data since; or nothing")
     )
-    seed: int = field(default=0, metadata=says("of weights, dropout and order", min=0, max=2**32 - 1))
+    seed: int = field(default=0, metadata=says("of weights, dropout and the order of data", min=0, max=2**32 - 1))
     logging_steps: int = field(default=10, metadata=says("steps between two lines of progress", min=1))
     eval_steps: int | None = field(default=None, metadata=says("steps between evaluations; absent: at the end", min=1))
     metrics: tuple[str, ...] = field(

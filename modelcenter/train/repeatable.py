@@ -1,5 +1,5 @@
-"""`machine.deterministic`: on a GPU a run has the same bits as another run of the same recipe, and a resumed run the same as one
-that was not stopped. On a CPU this is always so."""
+"""`machine.deterministic`: on a GPU a run has the same bits as another run of the same recipe, and a resumed run the same as an
+uninterrupted one. On a CPU this is always so."""
 
 import os
 import re

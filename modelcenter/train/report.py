@@ -1,8 +1,8 @@
 """Where a run's numbers go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, Trackio.
 
-Each is a package that only this file imports. `report_to` asks for it, and its own environment variables say where to send to
-(WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_DIR, TRACKIO_PROJECT ...). None of them can
-harm a run: the first failure costs a line, and nothing more is sent there.
+Each is a package that only this file imports. `report_to` selects it, and its own environment variables say where to send the
+numbers (WANDB_MODE=offline, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_DIR, TRACKIO_PROJECT ...). None of
+them can harm a run: at the first failure the run prints a line, and sends nothing more there.
 """
 
 import math

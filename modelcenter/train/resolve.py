@@ -27,8 +27,8 @@ FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s fo
 
 
 def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
-    """`recipe` with nothing left to decide, and the device. `precision: auto` is bf16 on an accelerator that supports it, fp16 on
-    an older GPU, and on a CPU bf16 if it has units for it and the model is not tiny; otherwise fp32. The micro-batch is the largest
+    """`recipe` with nothing left open, and the device. `precision: auto` is bf16 on an accelerator that supports it, fp16 on an
+    older GPU, and on a CPU bf16 if it has units for it and the model is not tiny; otherwise fp32. The micro-batch is the largest
     divisor of the batch that keeps a forward within `forward_tokens`. `data.seq_len` defaults to the model's number of positions if
     that is smaller than the usual default."""
     check_ranks(recipe, machine)
@@ -48,7 +48,7 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
 
 
 def check_heads(recipe: Recipe, machine: Machine) -> None:
-    """Refuse attention heads that tensor-parallel ranks cannot share out, before any rank is started."""
+    """Refuse attention heads that cannot be divided among the tensor-parallel ranks, before any rank is started."""
     many = machine.tensor_parallel
     sizes = sizes_of(recipe) if many > 1 else {}
     for key in ("heads", "kv_heads"):
@@ -93,14 +93,15 @@ def automatic_precision(device: torch.device, width: int | None = None) -> Liter
 
 
 def forward_tokens(device: torch.device, width: int | None = None) -> int:
-    """The most tokens of a forward of a model of that width, if a recipe does not say how many sequences it has."""
+    """The maximum number of tokens per forward for a model of that width, if a recipe does not give the number of sequences."""
     if device.type == "cpu":
         return FORWARD_CPU
     return FORWARD if width is None else int(FORWARD * max(1.0, BASE / width))
 
 
 def most_of(recipe: Recipe, device: torch.device, width: int | None = None) -> int:
-    """How many sequences of the greatest length a forward may have: one of a whole step, its tokens'."""
+    """The number of sequences of maximum length that a forward may have; if a step must be one forward, as many as its tokens
+    fill."""
     if recipe.batch_tokens is not None and find_objective(recipe.objective).together:
         return -(-recipe.batch_tokens // recipe.data.seq_len)
     return max(1, forward_tokens(device, width) // recipe.data.seq_len)

@@ -1,4 +1,4 @@
-"""What a run works with, and how its model is written out with its tokenizer."""
+"""The parts that a run works with, and how its model is written with its tokenizer."""
 
 import tempfile
 from dataclasses import dataclass, field

@@ -1,8 +1,9 @@
-"""Whether a step's loss leaps above those of the steps before it.
+"""Detects when a step's loss spikes above those of the steps before it.
 
 This is Hampel's filter (Davies and Gather, 1993; Pearson, 2002), one-sided and on logarithms: the running median is the usual
-value, and the median absolute deviation from it says how far losses stray. Logarithms, because the noise of a loss is proportional
-to it, whether it is 11 at the beginning or 0.02 at the end. The median of only a few steps, because the loss keeps falling.
+value, and the median absolute deviation from it says how far losses stray. It uses logarithms because the noise of a loss is
+proportional to it, whether it is 11 at the beginning or 0.02 at the end. The median covers only a few steps, because the loss keeps
+falling.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Where a run stands, to the last bit: what a training state holds, and how it is restored."""
+"""The state of a run, to the last bit: what a training state holds, and how it is restored."""
 
 import math
 import random
@@ -55,8 +55,8 @@ class Position:
     def advance(self, sample: int, tokens: int, loss: float, targets: int, sound: bool, overflow: bool = False,
                 look: bool = True) -> float | None:
         """Count a step; `sound` if there was an update. A bad step does not enter the mean, because one NaN would hide the losses
-        around it. An `overflow` is no bad step: its loss is right, and all it needs is a smaller loss scale. Returns by what factor
-        the loss leaps, if it does and somebody is to `look`."""
+        around it. An `overflow` is not a bad step: its loss is right, and it only needs a smaller loss scale. Returns by what
+        factor the loss spikes, if it does and the caller wants to `look`."""
         self.step, self.sample, self.tokens = self.step + 1, sample, self.tokens + tokens
         self.skipped += not sound
         self.streak = 0 if sound or overflow else self.streak + 1
@@ -76,7 +76,7 @@ class Position:
         return better
 
     def loss(self) -> float | None:
-        """The mean loss of a target since the last row, 0 without targets; None if no step was sound."""
+        """The mean loss per target since the last row, 0 without targets; None if no step was sound."""
         if self.window_targets == 0 and self.streak:
             return None
         return self.window_loss / max(1, self.window_targets)
@@ -84,8 +84,8 @@ class Position:
 
 def save(folder: Path, position: Position, model: nn.Module, optimizer: Optimizer, keep: int | None,
          ema: EMA | None = None, ranks: Ranks = ALONE, write: Write = save_state) -> Path | None:
-    """Write `folder`/step-N, which is on the disk when this returns, and keep the newest `keep` states. Errors: `SaveError`. With
-    another `write` it may be otherwise: that gets the tensors themselves, which the next update changes."""
+    """Write `folder`/step-N, which is on disk when this returns, and keep the newest `keep` states. Errors: `SaveError`. Another
+    `write` may return earlier: it gets the tensors themselves, which the next update changes."""
     settle(model)
     moments, groups = flatten_optimizer(optimizer, model)
     moments = dict(sorted(moments.items()))  # in one order, whether they were made here or restored

@@ -1,4 +1,4 @@
-"""One update of a model: the gradients of a batch in micro-batches, their norm, the optimizer's step."""
+"""One update of a model: the gradients of a batch, accumulated over micro-batches, their norm, and the optimizer's step."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from .shapes import filled
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """The context of a forward: bf16 and fp16 compute with copies of fp32 weights that live as long as the forward."""
+    """The context of a forward: bf16 and fp16 compute with copies of the fp32 weights that live as long as the forward."""
     low = LOW.get(precision)
     return torch.autocast(device.type, low) if low is not None else nullcontext()
 
@@ -81,7 +81,7 @@ def forward_and_backward(model: nn.Module, compute: Callable[[], AbstractContext
 
 
 class Ready(dict[str, Any]):
-    """A batch on which the host's work is done: the arguments of a forward, and how many tokens of the loader's batch count as
+    """A batch for which the host's work is done: the arguments of a forward, and how many tokens of the loader's batch count as
     `targets` and as `tokens`."""
 
     targets: int
@@ -111,8 +111,7 @@ def ready(model: nn.Module, batch: Arguments, task: str, device: torch.device, f
 
 
 def number_on(value: float, device: torch.device) -> Tensor | float:
-    """A number for a device to compute with. A GPU reads it from its memory, so that a record of the calls does not contain its
-    value."""
+    """A number for a device to compute with. A GPU reads it from its memory, so its value is not baked into a CUDA graph."""
     return torch.full((), value, device=device) if device.type == "cuda" else value
 
 
@@ -125,8 +124,8 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
     `graphs`: the model's, which may record the update too. `late`: weights that are kept on the host may still be changing when it
     returns; forwards wait for what they need, and who else reads them calls `settle` first.
 
-    The device is waited for only at the end, and only until it knows the norm; while it updates, the next step may be prepared.
-    Optimizers other than AdamW wait for the norm before they update: until then.
+    The host waits for the device only at the end, and only until the norm is known; while the device updates, the next step may be
+    prepared. Optimizers other than AdamW wait for the norm before they update: then the host waits until then.
     """
     set_lr(optimizer, lr)
     unscale = None if scale == 1 else torch.full((), 1 / scale, device=next(model.parameters()).device)  # nothing to wait for
@@ -147,7 +146,7 @@ def update(model: nn.Module, optimizer: AdamW | Clipped, loss: Tensor | float, l
 
 
 def soon(number: Tensor) -> Callable[[], float]:
-    """A number of a device, requested now. Calling the result waits for it, and for nothing that the device does later."""
+    """A number on a device, requested now. Calling the result waits for it, but for nothing that the device does later."""
     if number.device.type != "cuda":
         return partial(float, number)
     here, stream = torch.empty_like(number, device="cpu", pin_memory=True), torch.cuda.current_stream(number.device)

@@ -1,4 +1,4 @@
-"""summary.md: a run described for a colleague, from the files of its folder alone; and several runs side by side."""
+"""summary.md: a run described for a colleague, using only the files of its folder; and several runs side by side."""
 
 import json
 import shlex

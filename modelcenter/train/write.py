@@ -1,4 +1,4 @@
-"""Texts that a model writes: prompts in, in batches; rows of ids out."""
+"""Has a model generate texts: batches of prompts in, rows of ids out."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

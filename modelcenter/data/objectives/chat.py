@@ -1,5 +1,5 @@
-"""Instruction tuning on conversations: all turns are read, and those of the assistant are trained on, but for those of
-`weight` 0."""
+"""Instruction tuning on conversations: all turns are read, and those of the assistant are trained on, except those with `weight`
+0."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

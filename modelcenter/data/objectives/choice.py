@@ -1,8 +1,8 @@
 """Answers to a question about a text, each right or wrong: which of them are right, and which is the best.
 
-A record is one question (`context`, `question`, `answers` with `text` and `label`), or what SuperGLUE's own files nest: MultiRC's
-passage with its questions (Khashabi et al., 2018), or ReCoRD's passage with its entities and its queries, in which an entity
-replaces @placeholder (Zhang et al., 2018). Each answer is judged by itself, as in the baselines of Wang et al., 2019.
+A record is one question (`context`, `question`, `answers` with `text` and `label`), or a nested record of SuperGLUE's own files:
+MultiRC's passage with its questions (Khashabi et al., 2018), or ReCoRD's passage with its entities and its queries, in which an
+entity replaces @placeholder (Zhang et al., 2018). Each answer is judged separately, as in the baselines of Wang et al., 2019.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Sentence embeddings: pairs that belong together, against all others of a forward; or pairs with a score.
 
-A batch holds the first texts of all examples, then all second texts, then all third ones: each time as many as there are labels.
+A batch holds the first texts of all examples, then all second texts, then all third ones: as many of each as there are labels.
 """
 
 import math

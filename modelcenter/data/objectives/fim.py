@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: a document's middle is moved to its end, predicted from what stood around it. Bavarian et al., 2022."""
+"""Fill-in-the-middle: a document's middle is moved to its end, to be predicted from what surrounded it. Bavarian et al., 2022."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,7 +1,7 @@
-"""Extractive question answering: windows over a context, and the answer that their scores point at. w windows, s tokens.
+"""Extractive question answering: windows over a context, and the answer that their scores indicate. w windows, s tokens.
 
-A record is one question (`context`, `question`, `answers` with `text` and `answer_start`, as datasets' squad), or what SQuAD's own
-files nest: an article with `paragraphs`, or a whole file with `data`.
+A record is one question (`context`, `question`, `answers` with `text` and `answer_start`, as in the data set squad), or a nested
+record of SQuAD's own files: an article with `paragraphs`, or a whole file with `data`.
 """
 
 from collections.abc import Iterator, Sequence

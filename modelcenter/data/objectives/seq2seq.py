@@ -1,4 +1,4 @@
-"""Sequence to sequence: a source and the target to be written of it."""
+"""Sequence to sequence: a source, and the target to be generated from it."""
 
 import warnings
 from collections.abc import Iterator, Sequence

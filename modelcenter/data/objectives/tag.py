@@ -1,4 +1,4 @@
-"""Tagging: one label for each word, learned and judged at the word's first token. w words, s tokens."""
+"""Tagging: one label for each word, trained and evaluated at the word's first token. w words, s tokens."""
 
 import warnings
 from collections.abc import Iterator, Sequence
