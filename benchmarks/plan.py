@@ -58,6 +58,7 @@ from modelcenter.plan.chips import CHIPS, Chip, chip_here, chip_named
 from modelcenter.plan.costs import Costs
 from modelcenter.train.fit import job_of
 from modelcenter.train.graphs import WARM, graphs_of
+from modelcenter.train.launch import THREADS, threads_of
 from modelcenter.train.recipe import Recipe
 from modelcenter.train.step import Ready, accumulate, autocast, ready, soon, update
 
@@ -307,6 +308,38 @@ WANTED: list[tuple[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]]] = [
         (Job("cpm-ant-10b", "lm", 8, 512, {"layers": 8}), [(8, {}), (8, FULL)]),
         (Job("cpm-ant-10b", "lm", 8, 512, {"layers": 6}, precision="fp16"), [(8, {})]),
     ]),
+    (2, [  # precisions, optimizers, adapters and layouts of which two GPUs had no point yet, on any cards of 80 GB
+        (Job("gpt2", "lm", 32, 512, more=optimizer(name="lion")), [(16, COPIES), (16, zero(1))]),
+        (Job("gpt2-medium", "lm", 16, 1024, precision="fp16"), [(8, COPIES), (8, zero(2)), (16, tp(2))]),
+        (Job("gpt2-large", "lm", 16, 512, precision="fp32"), [(8, COPIES), (8, zero(3))]),
+        (Job("gpt2-xl", "lm", 8, 1024, more=optimizer(moments="int8")), [(4, zero(3, **SELECTIVE)), (4, zero(3, offload=True))]),
+        (Job("bert-large-uncased", "mlm", 64, 256), [(32, zero(2)), (8, COPIES), (64, tp(2, sequence_parallel=True))]),
+        (Job("bert-base-chinese", "mlm", 64, 512, more=PACKED), [(32, zero(3))]),
+        (Job("t5-base", "seq2seq", 32, 512), [(16, COPIES), (16, zero(3)), (8, zero(1))]),
+        (Job("t5-v1_1-large", "seq2seq", 16, 512, more=merge(target(64), optimizer(moments="bf16"))), [(8, zero(3, **FULL))]),
+        (Job("mt5-base", "seq2seq", 32, 256, more=target(128)), [(16, zero(2)), (16, COPIES)]),
+        (Job("mt5-small", "seq2seq", 64, 256, precision="fp16"), [(64, tp(2))]),
+        (Job("llama-3.2-1b", "lm", 16, 1024, more=optimizer(moments="bf16")),
+         [(8, zero(2, **FULL)), (8, COPIES), (16, tp(2, **SELECTIVE))]),
+        (Job("llama-3.2-1b", "lm", 16, 1024, more=merge(LORA, UNPADDED)), [(8, zero(2))]),
+        (Job("llama-3.2-3b", "lm", 8, 1024, more=QLORA), [(8, tp(2)), (4, zero(3, **FULL))]),
+        (Job("llama-2-7b", "lm", 4, 1024, more=LORA), [(2, zero(2))]),
+        (Job("bloom-560m", "lm", 16, 1024, precision="fp16"), [(8, zero(3)), (16, tp(2))]),
+        (Job("bloom-1b7", "lm", 8, 1024, more=optimizer(moments="int8")), [(4, zero(2))]),
+        (Job("cpm-ant-10b", "lm", 16, 512, {"layers": 6}, more=optimizer(moments="int8")), [(8, zero(3, **FULL)), (8, COPIES)]),
+    ]),
+    (2, [  # parts of sequences, frozen and tied tables, gradients on their way, few labels, weights on the host, Adafactor
+        (Job("gpt2-medium", "lm", 16, 1024), [(4, zero(3)), (16, tp(2, sequence_parallel=True))]),
+        (Job("gpt2-large", "lm", 16, 512, more=LORA), [(8, zero(2))]),
+        (Job("gpt2-large", "lm", 8, 1024), [(4, zero(3, offload=True))]),
+        (Job("bert-base-uncased", "mlm", 64, 512), [(32, zero(3, **FULL)), (64, tp(2, sequence_parallel=True))]),
+        (Job("t5-large", "seq2seq", 32, 512, more=merge(target(128), optimizer(name="adafactor"))), [(16, COPIES), (16, zero(2))]),
+        (Job("mt5-base", "seq2seq", 32, 512, more=target(32)), [(16, zero(3))]),
+        (Job("llama-3.2-1b", "lm", 8, 1024, precision="fp32"), [(4, zero(3)), (8, tp(2, sequence_parallel=True))]),
+        (Job("llama-3.2-1b", "lm", 16, 1024, more=QLORA), [(4, zero(3))]),
+        (Job("bloom-560m", "lm", 16, 1024, more=QLORA), [(8, zero(3))]),
+        (Job("cpm-ant-10b", "lm", 16, 512, {"layers": 8}), [(8, zero(2))]),
+    ]),
 ]  # fmt: skip
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
 WIDE = {**SMALL, "hidden": 512}
@@ -321,7 +354,7 @@ def points(tiny: bool) -> list[Point]:
     for gpus, jobs in WANTED:
         for job, layouts in jobs:
             if tiny:
-                family = next(family for family in TINY if job.name.startswith(family))
+                family = next(family for family in TINY if family in job.name)
                 more = merge(job.more, target(32)) if job.task == "seq2seq" else job.more
                 job = job._replace(config=TINY[family], batch=min(job.batch, 8 * gpus), length=64, more=more)
             for rows, degrees in layouts:
@@ -350,7 +383,8 @@ def leaves(keys: dict[str, Any]) -> Iterator[str]:
 def recipe_of(point: Point) -> Recipe:
     """What `modelcenter train` would be given."""
     job = point.job
-    keys = {"model": job.name, "config": job.config, "objective": job.task, "precision": job.precision,
+    config = {} if "adapter" in job.more else job.config  # a recipe's adapter has the base as it is, not tiny
+    keys = {"model": job.name, "config": config, "objective": job.task, "precision": job.precision,
             "data": {"path": "none", "seq_len": job.length}, "batch": job.batch, "micro_batch": point.rows, "max_steps": 1,
             "output_dir": "none"}  # fmt: skip
     return bind(Recipe, merge(keys, job.more))
@@ -384,7 +418,7 @@ def batch_of(recipe: Recipe, rows: int, vocab: int) -> dict[str, Any]:
 
 def made(point: Point, recipe: Recipe) -> Any:
     """The point's model on the meta device; without its adapter."""
-    model = mc.build(recipe.model, task=recipe.head, config=recipe.config, device="meta")
+    model = mc.build(recipe.model, task=recipe.head, config=point.job.config, device="meta")
     model.load_report = LoadReport()  # an adapter trains no new head
     return model
 
@@ -582,8 +616,9 @@ def lane(some: Sequence[Point], out: Path, until: float, more: Sequence[str], pl
         gpus, numbers = left[0].gpus, ",".join(str(point.number) for point in left)
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
         words_ = [sys.executable, *run, __file__, "--here", "--points", numbers, "--out", str(out), *more]
+        threads = {THREADS: str(threads_of(max(gpus, torch.cuda.device_count())))} if gpus > 1 else {}  # a run's, not torchrun's
         with (out / f"log-{left[0].number}.txt").open("wb") as log:
-            process = subprocess.Popen(words_, stdout=log, stderr=log, env={**os.environ, **place})
+            process = subprocess.Popen(words_, stdout=log, stderr=log, env={**threads, **os.environ, **place})
         files, seen, moved = [out / f"point-{point.number}.json" for point in left], 0, time.monotonic()
         while process.poll() is None:
             time.sleep(0.2)

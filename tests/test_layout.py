@@ -338,12 +338,12 @@ def test_zero_3_holds_sixteen_bytes_a_parameter_shared_out(ranks: int) -> None:
     assert less["gathered"] - parts["gathered"] > 0
 
 
-@pytest.mark.parametrize(("preset", "ranks", "rows"), [("llama-3.2-1b", 8, 4), ("llama-3.1-8b", 2, 16), ("llama-3.1-8b", 8, 4)])
+@pytest.mark.parametrize(("preset", "ranks", "rows"), [("llama-3.2-1b", 8, 2), ("llama-3.1-8b", 2, 16), ("llama-3.1-8b", 8, 4)])
 def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done(preset: str, ranks: int, rows: int) -> None:
-    """Of a longer table there are, while blocks hold their activations, the weights that have come, in bf16, what ranks map of each
-    other for it, and its gradient, in bf16, which waits: of two ranks the half of it in fp32 that each will hold is as long. A head
-    with a table of its own sends its gradient before blocks begin: then it is there as it is formed and as it is sent, beside the
-    weights; beside the logits of more tokens there are no gradients yet, and what the head came in."""
+    """Of a longer table there are, while blocks hold their activations, the weights that have come, in bf16, and what ranks map of
+    each other for it; its gradient, in bf16, is among what was rehearsed. A head with a table of its own sends its gradient before
+    blocks begin: then it is there as it is sent and, but for the rank's part that has grown, as it is formed, beside the weights;
+    beside the logits of more tokens there are no gradients yet, and what the head came in."""
     parts = []
     for vocab in (4096, 8192):
         config = {"layers": 24, "dim": 256, "heads": 4, "kv_heads": 4, "hidden": 512, "vocab": vocab}
@@ -351,9 +351,48 @@ def test_the_outermost_layers_send_their_gradients_when_the_blocks_are_done(pres
         parts.append(Costs(job, CHIPS["h200"]).exact(Machine(fsdp=ranks), rows).parts)
     assert parts[0]["activations"] == parts[1]["activations"] > parts[1]["gathered"]
     more, grown, mapped = 4096 * 256 * 2, parts[1]["gathered"] - parts[0]["gathered"], 1 + 1 / ranks
-    waits = 1 - 2 / ranks
-    each = 1 + mapped + waits if preset == "llama-3.2-1b" else 2 + mapped + 2 if ranks == 8 else 2 + mapped + 1
+    each = 1 + mapped if preset == "llama-3.2-1b" else 2 + mapped + (2 - 2 / ranks if ranks == 8 else 1)
     assert grown == pytest.approx(more * each, abs=2)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_zero_3_never_needs_more_than_zero_2(layers: int) -> None:
+    """Nor where the peak is in the backward of the first block, behind which no weights of another are on their way."""
+    costs = costs_of(job_of(gpt(layers=layers), 2))
+    three, two = (costs.exact(Machine(fsdp=2, zero=zero, recompute="full"), 1).need for zero in (3, 2))  # type: ignore[arg-type]
+    assert three <= two
+
+
+def test_gradients_of_a_small_head_of_its_own_wait_for_those_of_the_blocks() -> None:
+    """They are sent with the embedding's: until then they are there in bf16, of which a rank's part in fp32 has grown already."""
+    parts = []
+    for vocab in (256, 512):
+        config = {"layers": 24, "dim": 256, "heads": 4, "kv_heads": 4, "hidden": 512, "vocab": vocab}
+        costs = Costs(job_of(mc.build("llama-3.1-8b", config=config, device="meta"), 16), CHIPS["h200"])
+        parts.append(costs.exact(Machine(fsdp=8), 2).parts)
+    assert parts[0]["activations"] == parts[1]["activations"] > parts[1]["gathered"]
+    assert parts[1]["gathered"] - parts[0]["gathered"] == pytest.approx(256 * 256 * 2 * (2 + 1 - 2 / 8), abs=2)
+
+
+def test_ranks_map_room_for_gradients_of_what_is_trained() -> None:
+    """Weights of the longest unit come in parts; gradients are brought whole, and what is frozen has none. A GPU that is here maps
+    as much as one that is not."""
+    model = mc.build("llama-3.2-1b", config={**FAMILIES["llama"][2], "vocab": 8192}, device="meta").requires_grad_(False)
+    trained = model.decoder.blocks[0].ffn.down.weight.requires_grad_(True)
+    job, machine = job_of(model, 8), Machine(fsdp=2)
+    table = 2 * 8192 * PLAIN["dim"] + 2 * PLAIN["dim"]  # and the last norm
+    cpu = on_cpu(job)
+    here = replace(cpu, how=replace(cpu.how, device=torch.device("cuda")))  # whose update is rehearsed already, as the CPU's
+    mapped = [costs_of(one).sharded(machine, 1).mapped(0) for one in (job, cpu, here)]
+    assert mapped == [table / 2 + 2 * trained.numel(), 0, mapped[0]]
+
+
+def test_a_graph_ends_with_nothing_under_way() -> None:
+    """By calls FSDP keeps what the outermost layers of one micro-batch sent until the next one sends."""
+    model = mc.build("llama-3.2-1b", config={**FAMILIES["llama"][2], "layers": 8}, device="meta")
+    costs, machine = costs_of(job_of(model, 64)), Machine(fsdp=4)
+    graph, calls = (costs.exact(one, 8, 2).parts for one in (machine, replace(machine, cuda_graphs=False)))
+    assert calls["gathered"] - graph["gathered"] == 2 * (600 + 1) * PLAIN["dim"] and calls["activations"] == graph["activations"]
 
 
 @pytest.mark.skipif(not _kernels.available("cpu"), reason="the reference's logits are not what is most")
@@ -594,7 +633,7 @@ def test_a_step_by_calls_is_rehearsed_where_its_graph_may_lack_room() -> None:
     for limit, graph, by_calls in ((None, True, False), ((whole + wants[0]) / 2, True, True), (whole - 9, False, True)):
         costs = Costs(job, CHIPS["h200"], limit)
         _, parts, graphed = costs.step_of(machine, 16, 1)
-        assert graphed == graph and ((1, "full", 16, False, False, False) in costs.known) == by_calls
+        assert graphed == graph and ((1, "full", 16, False, False, False, False) in costs.known) == by_calls
         assert parts["activations"] == sizes[not graph]["activations"]
 
 
@@ -617,7 +656,7 @@ def test_what_is_drawn_has_the_room_of_what_would_run(machine: Machine) -> None:
     calls = costs_of(job).estimate(replace(machine, cuda_graphs=False), rows)
     lasts = calls.parts["weights"] + calls.parts["optimizer"]
     found = {room: Costs(job, CHIPS["h200"], lasts + room * (calls.need - lasts)).estimate(machine, rows) for room in (1.1, 1.3)}
-    assert all(one.fits and one.machine == machine and one.need == calls.need for one in found.values())
+    assert all(one.fits and one.machine == machine for one in found.values()) and found[1.1].need == calls.need >= found[1.3].need
     assert found[1.1].host == calls.host > 8 * found[1.3].host
     rows = 6 * POINT // LENGTH // 5  # twice as many as a line begins with have no room for a graph
     calls = costs_of(job).exact(replace(machine, cuda_graphs=False), rows)
@@ -765,6 +804,18 @@ def test_between_two_points_lies_a_straight_line() -> None:
         assert drawn.rows == exact.rows and drawn.forwards == exact.forwards == (384 // 96 if machine.fsdp > 1 else 768 // 96)
 
 
+def test_a_line_begins_with_as_many_labels_as_fill_a_chunk() -> None:
+    """Labels, not the tokens that are read; of classes, one a row, there are no chunks."""
+    model = mc.build("t5-small", config={**FAMILIES["t5"][2], "vocab": 64000}, device="meta")
+    job = replace(job_of(model, 4096), batch=lambda rows: {**batch(rows), "labels": batch(rows, 16)["labels"]}, tokens=LENGTH + 16)
+    costs, machine = costs_of(job), Machine(recompute="full")
+    assert costs.few == POINT // 16
+    drawn, exact = (ask(machine, 4 * costs.few) for ask in (costs.estimate, costs.exact))
+    assert drawn.need == pytest.approx(exact.need, rel=0.01)
+    classes = replace(job, batch=lambda rows: {"labels": torch.ones(rows, dtype=torch.long)})
+    assert costs_of(classes).few == math.ceil(POINT / job.tokens)
+
+
 # ------------------------------------------------------------------------------------------------------ the whole survey
 
 
@@ -853,7 +904,7 @@ def test_chips(tmp_path: Path) -> None:
     assert chip_named(str(file)) == Chip(name="mine", memory=1e10, fp32=1e13, bandwidth=1e12, link=1e10, wire=1e9)
     assert chip_named(str(file)).host == CHIPS["h200"].host, "whose default it is"
     file.write_text(file.read_text() + "call: 2.0e-5\n")
-    assert chip_named(str(file)).host == f"by {file}" and chip_named(str(file)).call == 2e-5
+    assert chip_named(str(file)).host == f"from {file}" and chip_named(str(file)).call == 2e-5
     file.write_text("name: mine\nmemory: 1.0e+10\nfp32: 1.0e+13\nbandwidth: -1\nlink: 1.0e+10\nwire: 1.0e+9\n")
     with pytest.raises(InputError, match="bandwidth"):
         chip_named(str(file))
@@ -920,6 +971,7 @@ MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precisio
     "zero 2": ({"fsdp": 2, "zero": 2}, "bf16", 8, 1), "zero 2, full": ({"fsdp": 2, "zero": 2, "recompute": "full"}, "bf16", 1, 1),
     "zero 1, two micro-batches": ({"fsdp": 2, "zero": 1}, "bf16", 4, 2),
     "copies": ({"replicate": 2}, "bf16", 8, 1), "tensors": ({"tensor_parallel": 2}, "bf16", 8, 1),
+    "sequences": ({"tensor_parallel": 2, "sequence_parallel": True}, "bf16", 8, 1),
     "tensors, fp32": ({"tensor_parallel": 2}, "fp32", 8, 1),
     "tensors, selective": ({"tensor_parallel": 2, "recompute": "selective"}, "bf16", 8, 1),
     "tensors, full": ({"tensor_parallel": 2, "recompute": "full"}, "bf16", 8, 1),
@@ -927,7 +979,7 @@ MESHES: dict[str, tuple[dict[str, Any], str, int, int]] = {  # degrees, precisio
     "tensors x zero 2": ({"tensor_parallel": 2, "fsdp": 2, "zero": 2}, "bf16", 8, 1),
     "copies x zero 3": ({"replicate": 2, "fsdp": 2}, "bf16", 8, 1),
 }  # fmt: skip
-QUICK = ("zero 3", "zero 3, two micro-batches", "zero 2, full", "zero 1, two micro-batches", "tensors")
+QUICK = ("zero 3", "zero 3, two micro-batches", "zero 2, full", "zero 1, two micro-batches", "tensors", "sequences")
 LONG = "head", "zero 3, two micro-batches"  # whose peak is the head's
 MEASURED = [
     *(pytest.param(*one, id=", ".join(one)) for one in (*(("gpt", name) for name in QUICK), LONG)),
@@ -987,7 +1039,8 @@ def test_what_ranks_hold_is_foreseen(family: str, name: str, tmp_path: Path) -> 
     lasting: Any = costs.lasting(machine.tensor_parallel)
     off: dict[Any, float] = {kind: lasting[kind] / machine.fsdp / real[kind] - 1 for kind in ("weights", "gradients", "optimizer")}
     assert all(abs(x) < 0.005 for x in off.values()), off
-    assert -0.08 < said.need / real["peak"] - 1 < 0.1, (said.need, real, dict(said.parts))
+    bounds = (-0.02, 0.02) if machine.sequence_parallel else (-0.08, 0.1)  # whole sequences would take 5 % more
+    assert bounds[0] < said.need / real["peak"] - 1 < bounds[1], (said.need, real, dict(said.parts))
 
 
 class Sent(TorchDispatchMode):
@@ -1071,7 +1124,7 @@ def test_a_plan_says_what_it_does_before_it_does_it(capsys: pytest.CaptureFixtur
 
     monkeypatch.setattr("modelcenter.train.paper.survey", asked)
     small = [f"config.{key}={value}" for key, value in {**GPT, "heads": 1}.items()]
-    with pytest.raises(Asked, match=r"^plan: steps of gpt2 are rehearsed in every layout of 2 x .*4090, which takes a while\n$"):
+    with pytest.raises(Asked, match=r"^plan: a step of gpt2 is rehearsed in every layout of 2 x .*4090, which takes a while\n$"):
         main(["plan", "model=gpt2", *small, "data.seq_len=64", "batch=64", "--gpus", "2", "--device", "4090"])
 
 
@@ -1091,10 +1144,10 @@ def test_the_verb_plans_for_devices_that_are_not_here(capsys: pytest.CaptureFixt
     assert sum(choice["spent"].values()) == pytest.approx(choice["seconds"])
     assert main([*start, "optimizer.moments=bf16"]) == 0
     text = capsys.readouterr().out
-    assert "the host takes 8.5 µs for a call of torch's, of an H200's host" in text
+    assert "host: 8.5 µs for each call of torch, as on an H200's host" in text
     assert "; predicted, not measured\n\n      tensor x fsdp x copies" in text  # the table first, and then of what it is made
     assert "choice: " in text and "tok/s/device" in text and "weights and buffers" in text
-    assert text.endswith("columns: modelcenter plan --help\n")
+    assert text.endswith("what the columns mean: modelcenter plan --help\n")
     assert main(["plan", "model=gpt2", "price=2"]) == 2 and "--tokens" in capsys.readouterr().err
     assert main(["plan", "model=gpt3", "gpus=2"]) == 2 and "a preset" in capsys.readouterr().err
     assert main(["plan", "gpus=2"]) == 2 and "model=PRESET" in capsys.readouterr().err

@@ -32,7 +32,7 @@ from .rehearse import rehearse, rehearse_update
 from .sharded import Sharded, Sizes, sizes_of
 from .tally import Kind
 
-POINT = 4096  # tokens whose logits fill a chunk, whatever the vocabulary
+POINT = 4096  # labels whose logits fill a chunk, whatever the vocabulary
 GRAPHED = 0.04  # of the host's time is left where a CUDA graph makes the calls: on an H200, 0.9 of 33 ms and 3.9 of 105 ms
 COMPILED = 0.3  # of the host's calls are left where blocks are compiled
 # Of what an accelerator's caching allocator holds: 8 % for LoRA on LLaMA on one H200; of several ranks, whose segments can grow
@@ -52,17 +52,19 @@ class Costs:
         self.sizes, self.flops = cache(self.sizes_of), cache(self.flops_of)
         self.low = LOW.get(job.precision)
 
-    def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool, records: bool = False) -> Deep:
+    def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool, records: bool = False,
+                  sequence: bool = False) -> Deep:
         """A rehearsed step of `forwards` micro-batches, which are a CUDA graph if it `records`; if `shared`, one micro-batch with
-        weights that other ranks send. Errors: `InputError` if tensor parallelism would cut heads in two."""
+        weights that other ranks send; with `sequence`, ranks hold parts of sequences. Errors: `InputError` if tensor parallelism
+        would cut heads in two."""
         if odd := next((heads for heads in self.heads if heads % tp), None):
             refuse(None, "machine.tensor_parallel", f"{odd} heads over {tp} ranks", "a divisor of the heads")
-        key = tp, recompute, rows, shared or forwards > 1, shared, records
+        key = tp, recompute, rows, shared or forwards > 1, shared, records, sequence
         if key not in self.known:
             job = self.job
             dtype = (self.low or self.own) if shared else None
             some = partial(rehearse, batch=job.batch(rows), how=job.how, forwards=forwards, recompute=recompute, ranks=tp,
-                           dtype=dtype, records=records)
+                           dtype=dtype, records=records, sequence=sequence)
             self.known[key] = rehearse_deep(job.model, some)
         return self.known[key]
 
@@ -71,10 +73,16 @@ class Costs:
         """Whether the device has memory of its own."""
         return self.job.how.gpu or self.job.how.device.type != "cpu"
 
-    @property
+    @cached_property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU that CUDA knows, here or elsewhere."""
+        return self.job.how.gpu or self.job.how.device.type == "cuda"
+
+    @cached_property
     def few(self) -> int:
         """Rows of a micro-batch with which a line begins."""
-        return ceil(POINT / self.job.tokens)
+        labels = self.job.batch(1)["labels"]
+        return ceil(POINT / (labels.numel() if labels.dim() > 1 else self.job.tokens))
 
     @cached_property
     def own(self) -> torch.dtype:
@@ -93,8 +101,8 @@ class Costs:
     def parts(self) -> host.Parts:
         return host.parts_of(self.job.model)
 
-    def sizes_of(self, tp: int) -> Sizes:
-        return sizes_of(self.job.model, tp)
+    def sizes_of(self, tp: int, trained: bool = False) -> Sizes:
+        return sizes_of(self.job.model, tp, trained)
 
     def estimate(self, machine: Machine, rows: int) -> Estimate:
         """The costs with `rows` a micro-batch, interpolated where a line can be drawn. A step that has no room as a CUDA graph runs
@@ -108,8 +116,8 @@ class Costs:
         return found if room and found.fits else replace(calls, machine=machine)
 
     def drawn(self, machine: Machine, rows: int) -> Estimate:
-        """The costs on straight lines over the rows: two rehearsals give two points of each, with enough tokens that the logits are
-        formed in chunks of their greatest size. With fewer tokens lines are others."""
+        """The costs on straight lines over the rows: two rehearsals give two points of each, with enough labels that the logits are
+        formed in chunks of their greatest size. With fewer lines are others."""
         few, many = self.few, self.shared_out(machine, rows)
         forwards = ceil(many)
         if rows < few:
@@ -166,7 +174,7 @@ class Costs:
         spent = {what: seconds * (1 if what in ("host", "offload") else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
         spent = self.waited(spent, busy)
-        flops = many * self.flops(self.rehearsed(tp, "none", rows, forwards, shared))
+        flops = many * self.flops(self.rehearsed(tp, "none", rows, forwards, shared, sequence=machine.sequence_parallel))
         kept = self.sharded(machine, forwards).beside if aside else 0
         return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision), job.rows, kept, chip.host_memory)
@@ -177,33 +185,36 @@ class Costs:
 
         def rehearsed(recompute: Recompute, records: bool = False) -> tuple[Deep, Counter[Kind]]:
             shared = machine.wrapped  # copies hold what one process would
-            step = self.rehearsed(machine.tensor_parallel, recompute, rows, forwards, shared, records)
-            parts = self.sharded(machine, forwards).memory(step) if shared else self.peak(step).copy()
-            if self.apart:
-                parts["workspaces"] = WORKSPACES
-                parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
-            return step, parts
+            step = self.rehearsed(machine.tensor_parallel, recompute, rows, forwards, shared, records, machine.sequence_parallel)
+            return step, self.memory(step, machine, forwards)
 
         again = machine.recompute != "none" and self.records(machine, rows, forwards)
         # the step that recomputes nothing, which takes more, is rehearsed for its arithmetic anyway
         if again and self.graphed(machine, rows, rehearsed("none")[1], forwards):
             recorded = rehearsed(machine.recompute, True)
             if self.graphed(machine, rows, recorded[1], forwards) and sum(recorded[1].values()) <= self.limit:
-                return *recorded, True
+                return recorded[0], self.memory(recorded[0], machine, forwards, True), True
         found = rehearsed(machine.recompute)
         graphed = self.graphed(machine, rows, found[1], forwards)
         if again and graphed:
             recorded = rehearsed(machine.recompute, True)
             graphed = sum(recorded[1].values()) <= self.limit
             found = recorded if graphed else found
-        return *found, graphed
+        return found[0], self.memory(found[0], machine, forwards, graphed), graphed
+
+    def memory(self, step: Deep, machine: Machine, forwards: int, graphed: bool = False) -> Counter[Kind]:
+        """A rank's memory at the peak of a rehearsed step."""
+        parts = self.sharded(machine, forwards, graphed).memory(step) if machine.wrapped else self.peak(step).copy()
+        if self.apart:
+            parts["workspaces"] = WORKSPACES
+            parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
+        return parts
 
     def records(self, machine: Machine, rows: int, forwards: int) -> bool:
         """Whether forward and backward may be a CUDA graph (train/graphs.py): packed sequences are in low precision only."""
-        there = self.job.how.gpu or self.job.how.device.type == "cuda"
         without = self.low is None or getattr(self.job.model, "prefixed", False)  # packed sequences
         packed = without and any(name.startswith("cu_seq_lens") for name in self.job.batch(rows))
-        return machine.records(forwards) and there and not packed
+        return machine.records(forwards) and self.cuda and not packed
 
     def graphed(self, machine: Machine, rows: int, parts: Mapping[Kind, int], forwards: int = 1) -> bool:
         """Whether they are: what a micro-batch takes at the peak, of which `parts` are, must be free beside what lasts."""
@@ -215,12 +226,12 @@ class Costs:
         """Whether nothing that takes less memory could have a CUDA graph in place of the calls of `e`."""
         return not self.records(e.machine, e.rows, e.forwards) or self.graphed(e.machine, e.rows, e.parts, e.forwards)
 
-    def sharded(self, machine: Machine, forwards: int) -> Sharded:
+    def sharded(self, machine: Machine, forwards: int, graphed: bool = False) -> Sharded:
         """The memory of a rank that holds a part of the state."""
         job, tp, ratio = self.job, machine.tensor_parallel, (self.low or self.own).itemsize / self.own.itemsize
         itself = self.sums_itself(machine)
-        return Sharded(job.model, machine, forwards, self.sizes(tp), self.lasting(tp), ratio, itself, job.how.gpu,
-                       machine.offload and self.apart)
+        return Sharded(job.model, machine, forwards, self.sizes(tp), self.sizes(tp, True), self.lasting(tp), ratio, itself,
+                       self.cuda, machine.offload and self.apart, graphed)
 
     def lasting(self, tp: int) -> Counter[Kind]:
         """Bytes of weights, gradients and optimizer of one tensor-parallel rank that shares them with no other."""

@@ -1,6 +1,6 @@
 """The rehearsal of a deep model, inferred from rehearsals of a few of its blocks.
 
-Blocks of a stack are alike, so that each moment's memory, and the work, are linear functions of their number.
+The blocks of a stack are alike, so the memory at each moment, and the work, are linear functions of their number.
 """
 
 from collections import Counter
@@ -20,14 +20,14 @@ AHEAD = 2  # blocks of a stack that are rehearsed: the first and the last, and t
 
 @dataclass(frozen=True, eq=False)
 class Deep:
-    """A weighted sum of rehearsals, which stands for that of a deeper model."""
+    """A weighted sum of rehearsals, which stands for the rehearsal of a deeper model."""
 
     parts: Sequence[tuple[int, Rehearsal]]
 
     def peak(self, factors: Mapping[Kind, float] | None = None, gathered: Callable[[str], float] = lambda phase: 0.0
              ) -> Counter[Kind]:
-        """The bytes of each kind at the moment that needs most. Each kind counts `factors` times (once, if it is not named), and
-        the bytes that are `gathered` in the moment's phase are added."""
+        """The bytes of each kind at the moment that needs the most. Each kind counts `factors` times (once if it is not named), and
+        the bytes `gathered` in that phase are added."""
         of = [(factors or {}).get(kind, 1.0) for kind in SEEN]
 
         def most(moments: Sequence[tuple[int, ...]]) -> list[float]:
@@ -37,12 +37,17 @@ class Deep:
         found: list[list[float]] = []
         for phase in self.parts[0][1].moments:
             if len(self.parts) > 1 and phase.endswith("between"):
-                continue  # linear from the first to the last
+                continue  # linear from the first to the last but one
             each = [(times, most(part.moments[phase])) for times, part in self.parts]
             whole = [sum(times * row[i] for times, row in each) for i in range(len(SEEN))]
             if phase == "update":  # what takes no more than so much in a shallow model takes no more in a deep one
                 whole[LAST] = min(whole[LAST], max(self.parts[0][1].scratch, *(row[LAST] for _, row in each)))
             found.append([*whole, gathered(phase)])
+            if phase.startswith("backward") and phase.endswith("last"):
+                for _, part in self.parts[1:]:
+                    if (then := phase.replace("last", "between")) in part.moments:  # the last but one, when what was last is done
+                        less, more = most(part.moments[phase]), most(part.moments[then])
+                        found.append([*(x - a + b for x, a, b in zip(whole, less, more, strict=True)), gathered(then)])
         best = max(found, key=sum)
         return Counter({kind: round(x) for kind, x in zip((*SEEN, "gathered"), best, strict=True) if x})
 
@@ -58,7 +63,7 @@ class Deep:
 
 
 def rehearse_deep(model: nn.Module, how: Callable[..., Rehearsal]) -> Deep:
-    """What `how(model, keep=...)` finds, inferred from a few blocks of each stack whose blocks are alike."""
+    """The result of `how(model, keep=...)`, inferred from a few blocks of each stack whose blocks are alike."""
     stacks = [module for module in model.modules() if isinstance(module, Stack)]
     deep = [i for i, stack in enumerate(stacks) if len(stack.blocks) > AHEAD + 1 and alike(list(stack.blocks)[1:-1])]
     if not deep:

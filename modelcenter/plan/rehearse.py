@@ -11,17 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layers import Stack
+from ..layers import Block, Stack
 from ..layers.block import pair
 from ..ops._mode import rehearsal
 from ..parallel.blocks import recompute as recompute_blocks
 from ..parallel.machine import Recompute
+from ..parallel.sequence import norms
 from .tally import Tally, Work, compiler_left_out, named
 from .twin import tables, twin
 
@@ -54,13 +56,12 @@ class Rehearsal:
     scratch: float = math.inf  # bytes that an update takes at most beside its state, but for a parameter that needs more alone
 
 
-def sum_up(model: nn.Module, tally: Tally) -> None:
+def sum_up(model: nn.Module, tally: Tally, sequence: bool) -> None:
     """Make the twin do, and the tally count, the sums over tensor-parallel ranks: of what a layer cut by rows returns, and of the
-    gradient of what a layer cut by columns was given."""
+    gradient of what a layer cut by columns was given. With `sequence` those of blocks are left to `spread`."""
     import torch.distributed._functional_collectives  # noqa: F401  # says of which shape a sum is that no ranks make
 
-    def count(tensor: Tensor) -> None:
-        tally.work[Work("sum", named(tensor), 0, tensor.numel() * tensor.itemsize)] += 1
+    count = partial(counted, tally)
 
     def given(_: nn.Module, args: tuple[Any, ...]) -> None:
         if args[0].requires_grad:
@@ -72,12 +73,82 @@ def sum_up(model: nn.Module, tally: Tally) -> None:
 
     for module, child, style in tables(model):
         part = getattr(module, child)
+        if sequence and style in ("row", "column"):
+            continue
         if isinstance(part, nn.Module) and style in ("row", "vocab"):
             part.register_forward_hook(returned)
         elif isinstance(part, nn.Module) and style == "column":
             part.register_forward_pre_hook(given)
         elif style == "logits":
             module.register_forward_pre_hook(given)  # the loss is formed where the logits are: no hook on the layer itself
+
+
+def counted(tally: Tally, tensor: Tensor) -> None:
+    """Count a sum of a tensor over the tensor-parallel ranks."""
+    tally.work[Work("sum", named(tensor), 0, tensor.numel() * tensor.itemsize)] += 1
+
+
+def spread(model: nn.Module, tally: Tally, ranks: int) -> None:
+    """Have the twin's ranks hold parts of sequences between the layers that are cut, as parallel/sequence.py does."""
+
+    def change(x: Tensor, length: int) -> Tensor:
+        return Moved.apply(x, length, tally)  # type: ignore[no-untyped-call, no-any-return]  # torch has no types there
+
+    for stack in [m for m in model.modules() if isinstance(m, Stack)]:
+        lengths = {"whole": 0, "part": 0}
+
+        def begin(stack: nn.Module, args: tuple[Any, ...], lengths: dict[str, int] = lengths) -> tuple[Any, ...]:
+            length = args[0].size(1)
+            lengths.update(whole=length, part=length if length % ranks else length // ranks)
+            x = change(args[0], lengths["part"])
+            x.part = True  # type: ignore[attr-defined]  # a DTensor in the step itself
+            return x, *args[1:]
+
+        def gather(layer: nn.Module, args: tuple[Any, ...], lengths: dict[str, int] = lengths) -> tuple[Any, ...]:
+            return change(args[0], lengths["whole"]), *args[1:]
+
+        def scatter(layer: nn.Module, args: Any, out: Tensor, lengths: dict[str, int] = lengths) -> Tensor:
+            return change(out, lengths["part"])
+
+        def join(stack: nn.Module, args: Any, out: Tensor, lengths: dict[str, int] = lengths) -> Tensor:
+            return change(out, lengths["whole"])
+
+        stack.register_forward_pre_hook(begin)
+        stack.register_forward_hook(join)
+        for norm in norms(stack):
+            for p in norm.parameters(recurse=False):
+                if p.requires_grad:
+                    p.register_hook(partial(counted, tally))
+        for block in [m for m in stack.modules() if isinstance(m, Block)]:
+            for layer in (block.attn, block.cross, block.ffn):
+                if layer is not None:
+                    layer.register_forward_pre_hook(gather)
+                    layer.register_forward_hook(scatter)
+
+
+class Moved(torch.autograd.Function):
+    """A part of each sequence of the whole, or the whole of the parts; and so its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, length: int, tally: Tally) -> Tensor:
+        ctx.length, ctx.tally = x.size(1), tally
+        return moved(x, length, tally)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return moved(grad, ctx.length, ctx.tally), None, None
+
+
+def moved(x: Tensor, length: int, tally: Tally) -> Tensor:
+    """`x` with sequences of that length, by way of a copy in the order in which ranks send them: half a sum of what is whole."""
+    ranks = max(length, x.size(1)) // min(length, x.size(1))
+    if length > x.size(1):
+        out = torch.cat(x.new_empty(ranks * x.size(0), *x.shape[1:]).chunk(ranks), 1)
+    else:
+        out = torch.cat(x.chunk(ranks, 1)).new_empty(x.size(0), length, *x.shape[2:])
+    whole = max(x.numel(), out.numel()) * x.itemsize
+    tally.work[Work("sum", named(x), 0, whole // 2)] += 1
+    return out
 
 
 class Sum(torch.autograd.Function):
@@ -113,7 +184,7 @@ def mark(model: nn.Module, tally: Tally) -> None:
 @compiler_left_out()
 def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: int = 1, recompute: Recompute = "none",
              keep: Mapping[int, int] | None = None, ranks: int = 1, dtype: torch.dtype | None = None,
-             records: bool = False) -> Rehearsal:
+             records: bool = False, sequence: bool = False) -> Rehearsal:
     """Rehearse a step of `forwards` micro-batches like `batch`.
 
     `model`: on any device, meta included; it is left as it is. `recompute`: what blocks compute again instead of keeping it.
@@ -125,7 +196,9 @@ def rehearse(model: nn.Module, batch: Arguments, how: Conditions, *, forwards: i
     recompute_blocks(other, recompute)
     mark(other, tally)
     if ranks > 1:
-        sum_up(other, tally)
+        sum_up(other, tally, sequence)
+    if sequence:
+        spread(other, tally, ranks)
     trained = [p for p in other.parameters() if p.requires_grad]
     for p in trained:
         p.register_post_accumulate_grad_hook(lambda p: tally.name(p.grad, "gradients"))

@@ -3,9 +3,9 @@
 Of n ranks each holds 1 / n of weights, gradients and optimizer. What other ranks have sent is added to each moment:
 
 * weights of the outermost layers, as long as a pass lasts;
-* weights of two blocks while blocks are at work: one computes, the next is on its way;
-* gradients of one block in its backward, in the low precision and as they are summed. A head that is a unit of its own
-  (`blocks.py: units`) has sent its gradients by then;
+* weights of two blocks while blocks are at work: one computes, the next is on its way; in the backward none follows the first;
+* gradients of one block as they are formed, of which the rank's part is among those that grow, and of the one before as they are
+  sent. A head that is a unit of its own (`blocks.py: units`) sends its gradients before all blocks;
 * what a unit came in, laid end to end, until the next one has come: that of the last one stands beside the head's logits;
 * what the outermost layers of a micro-batch sent, until the next micro-batch sends.
 
@@ -39,12 +39,12 @@ class Sizes(NamedTuple):
     head: int  # of those outside, what is sent by itself
 
 
-def sizes_of(model: nn.Module, tp: int) -> Sizes:
-    """The sizes for one of `tp` tensor-parallel ranks."""
+def sizes_of(model: nn.Module, tp: int, trained: bool = False) -> Sizes:
+    """The sizes for one of `tp` tensor-parallel ranks; if `trained`, without the parameters that are not."""
     cut = cuts(model, tp)
-    some = [size(block, cut) for block in blocks(model)]
-    whole = size(model, cut)
-    return Sizes(whole, whole - sum(some), max(some, default=0), sum(size(unit, cut) for unit in units(model)) - sum(some))
+    some = [size(block, cut, trained) for block in blocks(model)]
+    whole = size(model, cut, trained)
+    return Sizes(whole, whole - sum(some), max(some, default=0), sum(size(one, cut, trained) for one in units(model)) - sum(some))
 
 
 def cuts(model: nn.Module, tp: int) -> Mapping[int, Any]:
@@ -52,9 +52,9 @@ def cuts(model: nn.Module, tp: int) -> Mapping[int, Any]:
     return dict(shards(model, tp)) if tp > 1 else {}
 
 
-def size(module: nn.Module, cut: Mapping[int, Any]) -> int:
-    """Bytes of a rank's parameters of a module."""
-    return sum(cut.get(id(p), p.shape).numel() * p.itemsize for p in module.parameters())
+def size(module: nn.Module, cut: Mapping[int, Any], trained: bool = False) -> int:
+    """Bytes of a rank's parameters of a module; if `trained`, of those that are."""
+    return sum(cut.get(id(p), p.shape).numel() * p.itemsize for p in module.parameters() if p.requires_grad or not trained)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,13 @@ class Sharded:
     machine: Machine
     forwards: int
     sizes: Sizes
+    formed: Sizes  # of what gradients are formed for
     lasting: Mapping[Kind, int]  # weights, gradients, optimizer, if they were not shared out
     ratio: float  # of the low precision's bytes to those of the dtype that weights are held in
     sums_itself: bool  # gradients are sent in the low precision, and each rank adds up its part (peers.py)
     gpu: bool
     aside: bool = False  # the host keeps weights, gradients and optimizer
+    graphed: bool = False  # micro-batches are a CUDA graph, at whose end nothing is under way
 
     def memory(self, step: Deep) -> Counter[Kind]:
         """Bytes at the peak of a rehearsed step with weights that other ranks send."""
@@ -104,23 +106,20 @@ class Sharded:
 
     def gathered(self, phase: str) -> float:
         """Bytes of weights that others sent and of gradients for them, in a phase of the rehearsal."""
-        outside, block, head = self.sizes[1:]
-        trained, ratio, late = self.trained, self.ratio, self.late
+        _, outside, block, head = self.formed
         kind, _, of_a_block = phase.partition(" ")
         if kind in ("before", "head"):
-            return self.there + late + (self.laid if kind == "head" else 0.0)
+            return self.there + self.late + (self.laid if kind == "head" else 0.0)
         if kind == "end":  # gradients of the outermost layers wait, whole, until those of all blocks are exchanged
-            blocks_done = ratio * (self.sizes.whole - outside) if self.back else 0
-            return self.there - self.given - blocks_done + self.sent * (outside - head)
+            blocks_done = self.ratio * (self.sizes.whole - self.sizes.outside) if self.back else 0
+            return self.there - self.given - blocks_done + self.sent(outside - head) + self.waits(outside - head)
         if kind != "backward":
-            return self.come + late
+            return self.come() + self.late
         if not of_a_block:
-            return self.come + max(self.sent * head, late + trained * ratio * head)
-        left = self.come - self.given - (ratio * self.behind(of_a_block) if self.back else 0.0)
-        # what a head sends, or the outermost layers have sent, is there until the next unit's gradients are formed
-        first = trained * ratio * (head + block) + (0.0 if head else late) if of_a_block == self.last_block else 0.0
-        waits = trained * (outside - head) * ratio * max(0.0, 1 - self.grows)  # less what is among the gradients that grow
-        return left + max(self.sent * block, first) + waits
+            return self.come() + max(self.sent(head), self.late) + self.waits(head)
+        left = self.come(of_a_block) - self.given - (self.ratio * self.behind(of_a_block) if self.back else 0.0)
+        before = self.sent(block) if of_a_block != self.last_block else self.sent(head) if head else self.late
+        return left + before + self.waits(block + self.own)
 
     @property
     def kept(self) -> bool:
@@ -137,34 +136,32 @@ class Sharded:
         """Weights that are there during a whole pass."""
         return self.mapped(self.sizes.whole if self.machine.zero < 3 else self.sizes.outside)
 
-    @property
-    def come(self) -> float:
+    def come(self, of_a_block: str = "") -> float:
         """The same and those of the blocks at work."""
         whole, outside, block, _ = self.sizes
         coming = block * (1 + self.ratio) / self.machine.fsdp if self.aside else 0.0  # from the host, as it is and as it is sent
-        return coming + (self.there if self.machine.zero < 3 else self.mapped(outside + min(2 * block, whole - outside)))
+        work = block if of_a_block == "0 first" else min(2 * block, whole - outside)  # in the backward it is the last
+        return coming + (self.there if self.machine.zero < 3 else self.mapped(outside + work))
 
     def mapped(self, weights: float) -> float:
-        """Bytes of weights that have come, with what ranks map of each other for them."""
-        _, outside, block, head = self.sizes
-        sent = weights * self.ratio
-        return sent + max(block, outside - head, head) * self.ratio * (1 + 1 / self.machine.fsdp) if self.maps else sent
+        """Bytes of weights that have come, with what ranks map of each other: a part of the longest unit's weights, and its
+        gradients."""
+        part, whole = (max(some.block, some.outside - some.head, some.head) for some in (self.sizes, self.formed))
+        return self.ratio * (weights + (part / self.machine.fsdp + whole if self.maps else 0.0))
 
     @property
     def maps(self) -> bool:
         return self.sums_itself and self.gpu
 
-    @property
-    def trained(self) -> float:
-        """Bytes of gradients for each byte of weights."""
-        return self.lasting["gradients"] / max(1, self.sizes.whole)
-
-    @property
-    def sent(self) -> float:
-        """Bytes for each byte of weights of gradients under way: as they were formed, and as they are sent, which is as they are
-        summed unless this rank sums them itself: its sum is among the gradients that grow."""
+    def sent(self, gradients: float) -> float:
+        """Bytes of gradients as they are sent, which is as they are summed unless this rank sums them itself: then those of the
+        others have come beside them, or into what ranks map."""
         leaving = 1 / self.machine.fsdp if self.aside else 0.0  # the sum, until the host has it
-        return self.trained * ((2 * self.ratio if self.sums_itself else self.ratio + 1) + leaving)
+        return gradients * ((self.ratio * (1 if self.maps else 2) if self.sums_itself else 1.0) + leaving)
+
+    def waits(self, gradients: float) -> float:
+        """Bytes of gradients as they are formed, less what is among those that grow."""
+        return gradients * self.ratio * max(0.0, 1 - self.grows)
 
     @property
     def back(self) -> bool:
@@ -184,9 +181,19 @@ class Sharded:
     @property
     def late(self) -> float:
         """What the outermost layers of the micro-batch before sent: FSDP waits for it when the next one's first unit sends."""
-        if self.forwards == 1 or self.kept:
+        if self.forwards == 1 or self.kept or self.graphed:
             return 0.0
-        return self.trained * (self.sizes.outside - self.sizes.head) * (self.ratio if self.sums_itself else 1.0)
+        return (self.formed.outside - self.formed.head) * (self.ratio if self.sums_itself else 1.0)
+
+    @cached_property
+    def own(self) -> int:
+        """Bytes of gradients that are formed before those of blocks, and sent behind them: of a head that is no unit and has a
+        table of its own. (Those of a table that is the embedding's too are not whole before, and the rehearsal has them.)"""
+        model: Any = self.model
+        apart = {id(p) for one in (model.embed, *units(model)) for p in one.parameters()}
+        cut = cuts(model, self.machine.tensor_parallel)
+        mine = [p for p in model.head.parameters() if p.requires_grad and id(p) not in apart]
+        return sum(cut.get(id(p), p.shape).numel() * p.itemsize for p in mine)
 
     @cached_property
     def stacks(self) -> list[list[nn.Module]]:
@@ -198,9 +205,10 @@ class Sharded:
         return f"{len(self.stacks) - 1} last"
 
     def behind(self, of_a_block: str) -> int:
-        """Bytes of the blocks whose backward is done when that `of_a_block` begins: `1 first` is the first of the second stack."""
+        """Bytes of the blocks whose backward is done when that `of_a_block` begins: `1 first` is the first of the second stack,
+        `1 between` the last but one."""
         stack, place = of_a_block.split()
         done = [block for later in self.stacks[int(stack) + 1 :] for block in later]
-        done += self.stacks[int(stack)][1:] if place == "first" else []
+        done += self.stacks[int(stack)][{"first": 1, "between": -1}[place] :] if place != "last" else []
         cut = cuts(self.model, self.machine.tensor_parallel)
         return sum(size(block, cut) for block in done)
