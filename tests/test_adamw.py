@@ -597,6 +597,8 @@ def test_the_boundary_refuses_lists_that_do_not_fit() -> None:
     for changes, message in (
         ({"grads": [torch.zeros(5)]}, "grads: another number of elements"),
         ({"grads": []}, "grads: another number of tensors"),
+        ({"m": [torch.zeros(5)]}, "exp_avgs: another number of elements"),
+        ({"v": [torch.zeros(3)]}, "exp_avg_sqs: another number of elements"),
         ({"m": [x[0]], "v": [x[0]]}, "is written and overlaps"),
         ({"params": [x.flatten()[:4]], "grads": [x.flatten()[2:6]]}, "is written and overlaps"),
         ({"m": [x.t()[0][:4]]}, "not contiguous"),

@@ -307,12 +307,14 @@ def test_rotary_angles_are_not_rounded_to_the_input() -> None:
 
 
 @pytest.mark.skipif(_kernels._C is None, reason="the reference is torch's, which rounds the mean")
-def test_layer_norm_keeps_a_large_mean_apart() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_layer_norm_keeps_a_large_mean_apart(device: str) -> None:
     """The mean of a thousand has an error of 3e-5 in fp32; what is left of it is subtracted too."""
     torch.manual_seed(0)
     x, weight, bias = torch.randn(64, 768) + 1000, torch.ones(768), torch.zeros(768)
     exact = layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
-    assert (ops.layer_norm(x, weight, bias, 1e-5) - exact).abs().max() < 2e-6
+    found = ops.layer_norm(*(t.to(device) for t in (x, weight, bias)), 1e-5)
+    assert (found.cpu() - exact).abs().max() < 2e-6
 
 
 @pytest.mark.skipif(not _kernels.available("cpu"), reason="the kernels are compiled")
