@@ -9,6 +9,7 @@ under that name. OUT answers as the model did there. Copy its tokenizer's files 
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,8 @@ ATTENTION = {"project_q": "q", "project_k": "k", "project_v": "v", "attention_ou
 
 
 def main(folder: str, out: str) -> None:
-    """Write `out`, a folder that is new. `InputError`: what the model there computes has no form here, or the file lacks it."""
+    """Write `out`, a folder that is new. `InputError`: what the model there computes has no form here, or the file lacks it; there
+    is no `out` then."""
     file, source = Path(folder) / "config.json", Path(folder) / "pytorch_model.pt"
     c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     w: Weights = torch.load(source, map_location="cpu", weights_only=True)
@@ -43,9 +45,13 @@ def main(folder: str, out: str) -> None:
     config, tensors = family(c, w)
     Path(out).mkdir(parents=True)
     half = {"torch_dtype": "float16"} if next(iter(tensors.values())).dtype == torch.float16 else {}
-    (Path(out) / "config.json").write_text(json.dumps({**config, **half}, indent=2) + "\n", encoding="utf-8")
-    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, Path(out) / "model.safetensors", {"format": "pt"})
-    print(f"{out}: {mc.load(out).load_report}")  # refuses a tensor that is missing or too many
+    try:
+        (Path(out) / "config.json").write_text(json.dumps({**config, **half}, indent=2) + "\n", encoding="utf-8")
+        save_file({name: t.contiguous().clone() for name, t in tensors.items()}, Path(out) / "model.safetensors", {"format": "pt"})
+        print(f"{out}: {mc.load(out).load_report}")  # refuses a tensor that is missing or too many
+    except BaseException:
+        shutil.rmtree(out)
+        raise
 
 
 def renamed(w: Weights, table: dict[str, str]) -> Weights:

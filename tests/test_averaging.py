@@ -279,6 +279,42 @@ def test_parameters_that_come_before_a_model_is_compiled_have_means(change: Call
     spawn(2, compiled, change)
 
 
+def thawed(rank: int, change: Callable[[mc.Model], object], whole: bool) -> None:
+    """Of a compiled model, already trained with two blocks frozen, other parameters are trained now."""
+    ids, grads = torch.arange(24).view(2, 12), []
+    for machine in (None, COPIES):
+        model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine)
+        x = (ids if machine is None else ids[rank : rank + 1]).to(model.device)
+        run = torch.compile(model, backend="eager", fullgraph=whole)
+        model.decoder.requires_grad_(False)
+        model(x, labels=x).loss.backward()
+        run(x, labels=x).loss.backward()
+        change(model)
+        for _ in range(2):
+            model.zero_grad()
+            run(x, labels=x).loss.backward()
+        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+        torch.compiler.reset()
+    torch.testing.assert_close(*grads)
+
+
+def only_blocks(model: mc.Model) -> None:
+    """Train what nobody has trained before, and nothing else: no gradient is formed that was known."""
+    model.requires_grad_(False)
+    model.decoder.requires_grad_(True)
+
+
+def other_positions(model: mc.Model) -> None:
+    model.embed.positions = torch.nn.Embedding(64, TINY["dim"])
+    torch.nn.init.constant_(model.embed.positions.weight, 0.1)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+@pytest.mark.parametrize("change", [only_blocks, other_positions])
+def test_what_a_compiled_model_trains_may_change(change: Callable[[mc.Model], object], whole: bool) -> None:
+    spawn(2, thawed, change, whole)
+
+
 # ------------------------------------------------------------------------------------------------------------ as records
 
 

@@ -107,7 +107,10 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "finetune", *DATA, "machinq.fsdp=2"), "command line: machinq.fsdp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "fsdp=2"), "command line: fsdp: unknown key; did you mean 'machine.fsdp'?"),
     (("train", "finetune", *DATA, "optimiser.lr=2"), "command line: optimiser.lr: unknown key; did you mean 'optimizer.lr'?"),
-    (("train", "translate", *DATA, "metrics=[]", "generation.num_beams=2"), "command line: generation.num_beams=2: with no metric"),
+    (("train", "translate", *DATA, "metrics=[]", "generation.num_beams=2"), "command line: generation.num_beams: given with no"),
+    (("train", "pretrain", *DATA, "schedule.name=constant", "schedule.min_lr_ratio=0.2"),
+     "command line: schedule.min_lr_ratio: 0.2 with name constant, which has none; leave it out, or 0.0"),
+    (("train", "finetune", *DATA, "batch=4", "batch_tokens=100"), "command line: batch: 4 beside batch_tokens 100, which counts "),
     (("train", "finetune", *DATA, "modle.lr=2"), "command line: modle: unknown key; did you mean 'model'?"),
     (("train", "finetune", *DATA, "optim.lr=2"), "command line: optim: unknown key; here it is optimizer.name and "),
     (("train", "finetune", *DATA, "machine.fsdp=1", "machine.fsdp=2"), "command line: machine.fsdp: given twice; keep one of "),
@@ -424,7 +427,7 @@ def test_an_answer_in_a_terminal_of_few_letters(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "\N{LATIN SMALL LETTER E WITH ACUTE}.yaml").write_text(GOOD)
     done = cli("copy", "in/\N{LATIN SMALL LETTER E WITH ACUTE}.yaml", cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9.yaml: now modelcenter train \\xe9.yaml\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9.yaml written; next: modelcenter train \\xe9.yaml\n", "")
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
@@ -469,7 +472,7 @@ def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest
         capsys.readouterr()
         assert main(["evaluate", folder, "data.path=a.txt"]) == 0
         found = capsys.readouterr().out.splitlines()
-        assert found[0] == "data.seq_len: 16, the model's positions" and found[1].startswith("examples ")
+        assert found[0] == "data.seq_len: 16, as many as the model has positions" and found[1].startswith("examples ")
         assert main(["evaluate", folder, "data.path=a.txt", "data.seq_len=16"]) == 0
         assert capsys.readouterr().out.splitlines() == found[1:]
     assert main(["generate", "out/model", "the cat", "--json"]) == 0  # nobody says how many tokens: as many as there is room for

@@ -523,6 +523,7 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("multilabel", {"text": "a", "label": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
     ("tag", {"tokens": ["a", "b"], "tags": [0, 10**7]}, {}, "0000]; numbers from 0 on, below 10,000,000"),
     ("regress", {"text": "a", "label": 10**400}, {}, "label is 1000"),
+    ("regress", {"text": "a", "label": -1e300}, {}, "label is -1e.300; a number, at most 3.4e.38 from 0"),  # -inf in fp32
 ])
 def test_refusals(bpe: Tokenizer, objective: Any, fields: dict[str, Any], data: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said) as error:

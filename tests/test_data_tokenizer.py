@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,6 +175,22 @@ def test_habits_of_transformers_tokenizer_are_kept(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(str(tmp_path / "again"))
     assert {key: getattr(theirs, key) for key in habits} == habits
     assert len(theirs("a b c d e f g", truncation=True)["input_ids"]) == 5
+
+
+@pytest.mark.parametrize(("make", "config"), [
+    (bert_folder, {}), (bert_folder, {"do_lower_case": False}), (gpt2_folder, {}), (gpt2_folder, {"add_prefix_space": True}),
+])
+def test_a_saved_folder_is_opened_without_a_class_and_has_the_same_ids(make: Any, config: dict[str, Any], tmp_path: Path) -> None:
+    """Beside the model's config.json, by which transformers would look for a class that goes by settings of its own."""
+    from transformers import AutoTokenizer
+
+    dump(make(tmp_path) / "tokenizer_config.json", config)
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    shutil.copy(tmp_path / "config.json", tmp_path / "saved")
+    before, after = (AutoTokenizer.from_pretrained(str(folder)) for folder in (tmp_path, tmp_path / "saved"))
+    for text in HARD:
+        assert dict(after(text, HARD[1])) == dict(before(text, HARD[1])) and after(text)["input_ids"] == before(text)["input_ids"]
+        assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
 
 
 @pytest.mark.parametrize("said", [

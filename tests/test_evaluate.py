@@ -38,7 +38,7 @@ def told(folder: Path, key: str, values: list[float]) -> Callable[..., dict[str,
 
     def evaluate(*_: Any) -> dict[str, float]:
         seen = sum("eval_loss" in row for row in read_rows(folder / "metrics.jsonl"))
-        return {"eval_loss": 9.0, key: values[seen]}
+        return {"eval_loss": 9.0, "eval_targets": 1, key: values[seen]}
 
     return evaluate
 
@@ -82,6 +82,23 @@ def test_evaluations_that_are_not_finite_end_a_run(
     assert "step 4: eval_loss is not finite; the run ends\n" in capsys.readouterr().err
 
 
+def test_of_nothing_there_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of one token, packed: none is predicted, and 0 would read as a result."""
+    (tmp_path / "short.jsonl").write_text('{"text": "d"}\n' * 3)
+    run = train(recipe_of(tmp_path, **{"data.eval_path": str(tmp_path / "short.jsonl"), "data.packing": True}, max_steps=2,
+                          eval_steps=None, best="loss"), MACHINE)  # fmt: skip
+    assert run.metrics["eval_targets"] == 0 and run.metrics["best_step"] is None
+    assert all(run.metrics[key] is None for key in ("eval_loss", "eval_perplexity"))  # as in metrics.jsonl
+    assert "step 2: no targets: nothing in the evaluation data is to be predicted" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "out")]) == 0
+    line = capsys.readouterr().out
+    assert line.startswith("no targets: ") and "loss nan, targets 0, perplexity nan" in line
+    model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", num_labels=2)
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.full((2,), -100)}
+    found = evaluate.evaluate(model, [batch], "classify", ["f1", "mcc"])
+    assert found.pop("eval_targets") == 0 and all(map(math.isnan, found.values())) and "eval_f1" in found
+
+
 def test_a_run_that_ends_early_tells_of_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stand between two rows, and none comes any more."""
     monkeypatch.setattr(evaluate, "evaluate", told(tmp_path / "out", "eval_loss", [1, 2]))
@@ -102,7 +119,7 @@ def test_a_best_that_is_not_there_is_looked_for_anew(
     there = replace(recipe, resume=str(tmp_path / "out" / "step-8"), output_dir=str(tmp_path / "there"))
     monkeypatch.setattr(evaluate, "evaluate", told(tmp_path / "there", "eval_loss", [4, 3, 5]))
     train(there, MACHINE)
-    assert "there/model: not there, the best so far, of step 4: the best is looked for anew" in capsys.readouterr().err
+    assert "there/model: missing; it held the best model so far, of step 4; the search starts again" in capsys.readouterr().err
     model, state = tmp_path / "there" / "model", load_file(tmp_path / "there" / "step-16" / "model.safetensors")
     assert model.is_dir()
     written = mc.load(model)
@@ -296,6 +313,8 @@ def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["evaluate", str(tmp_path / "out"), "metrics=[rougel]", "generation.num_beams=1", "--json"]) in (0, 2)
     said = capsys.readouterr()
     assert "eval_rougel" in said.out or "rouge-score" in said.err
+    assert main(["evaluate", str(tmp_path / "out" / "model"), f"data.path={tmp_path}/data.jsonl", "generation.num_beams=1"]) == 2
+    assert "generation.num_beams: given with no metric for which texts are written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -331,14 +350,14 @@ def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
     model.save_pretrained(tmp_path / "model")
     open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
     file, asked = tmp_path / "file.jsonl", ["metrics=[mcc]"]
-    undefined = "mcc: 0, for it is undefined: all 3 labels are"
+    undefined = "mcc: 0, because undefined: all 3 labels are"
     for labels, right, lines in (([names[2]] * 3, 1, [f"{undefined} {names[2]}\n"]), ([2, 2, 0], 2 / 3, []),
                                  ([1, 1, 1], 0, [f"{undefined} {names[1]}\n"]), ([0, 1, 1], 0, [])):
         file.write_text("".join(json.dumps({"text": f"t {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
         assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}", *asked]) == 0
         said = capsys.readouterr().out
         assert "examples 3, loss " in said and f"accuracy {right:.6g}" in said and all(line in said for line in lines), said
-        assert said.count(": 0, for it is") == len(lines), said
+        assert said.count(": 0, because") == len(lines), said
     assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}", "metrics=[f1]"]) == 2
     assert "metrics: f1, which is that of class 1, of 3 classes; f1_macro or f1_micro" in capsys.readouterr().err
     if names[0] == "neg":  # a class that the model has none of is the row's fault, and no reason for another head
@@ -359,7 +378,7 @@ def test_f1_says_of_which_class_it_is(tmp_path: Path, capsys: pytest.CaptureFixt
     open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
     (tmp_path / "file.jsonl").write_text('{"text": "t", "label": "no"}\n' * 3)
     assert main(["evaluate", str(tmp_path / "model"), f"data.path={tmp_path}/file.jsonl", "metrics=[f1]"]) == 0
-    assert "f1: 0, for it is of class yes," in capsys.readouterr().out
+    assert "f1: 0, because no label is yes," in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "labels", "objective"), [

@@ -176,6 +176,11 @@ def test_a_checkpoint_of_openbmb_answers_as_its_source(tmp_path: Path, kind: str
     torch.save({**theirs, "odd.weight": torch.zeros(1)}, source / "pytorch_model.pt")
     with pytest.raises(InputError, match=r"odd\.weight: a tensor that this family has not"):
         convert.main(str(source), str(tmp_path / "again"))
+    lost = "encoder.layers.1.self_att.self_attention.attention_out.weight"
+    torch.save({name: value for name, value in theirs.items() if name != lost}, source / "pytorch_model.pt")
+    with pytest.raises(InputError, match="again"):  # by what reads the folder
+        convert.main(str(source), str(tmp_path / "again"))
+    assert not (tmp_path / "again").exists()
     torch.save(theirs, source / "pytorch_model.pt")
     others = [{"length_scale": True}, {"post_layer_norm": kind != "bert"}, {"ffn_activate_fn": "gated_tanh"}]
     others += {"gpt2": [], "bert": [{"attn_scale": False}, {"tied": False}]}.get(kind, [{"attn_scale": kind == "t5"}])

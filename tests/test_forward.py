@@ -45,6 +45,12 @@ def test_what_does_not_fit_is_refused(args: dict[str, Any], said: str) -> None:
         built()(**{"input_ids": IDS, **args})
 
 
+@pytest.mark.parametrize("given", [{"labels": IDS + 60}, {"decoder_input_ids": IDS + 60}], ids=str)
+def test_what_a_decoder_reads_is_named_for_what_it_is_made_of(given: dict[str, Any]) -> None:
+    with pytest.raises(mc.InputError, match=r"^labels or decoder_input_ids: [0-9]+; 0 to 63, the model's vocabulary; "):
+        built("t5-small")(IDS, **given)
+
+
 def test_an_encoder_reads_something() -> None:
     with pytest.raises(mc.InputError, match="input_ids: no tokens"):
         built("t5-small")(IDS[:, :0], decoder_input_ids=IDS)

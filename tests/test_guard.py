@@ -67,7 +67,7 @@ def test_five_bad_steps_go_back_and_on_past_their_data(tmp_path: Path, order: li
         run = train(recipe_of(tmp_path, **BASE), MACHINE)
     assert run.step == 20 and read == order[: 15 + 15]
     said = capsys.readouterr().err
-    assert "step 15: back to step 5; what was read since, samples 20 to 59, is left out\n" in said
+    assert "step 15: back to step 5; the data read since, samples 20 to 59, is skipped\n" in said
     found = rows(tmp_path / "out")
     assert [row["step"] for row in found[1:]] == list(range(1, 21))
     assert [row["rollbacks"] for row in found[1:]] == [0] * 5 + [1] * 15
@@ -88,7 +88,7 @@ def test_the_best_of_steps_that_are_gone_back_over(
 ) -> None:
     """It is forgotten with them, for its row is gone; unless its model is what model/ holds, which is said."""
     values = iter([1.0, 2.5, 2.0])  # after step 7 and, once back at 5, after 7 and 14
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args: {"eval_loss": next(values)})
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args: {"eval_loss": next(values), "eval_targets": 1})
     change(monkeypatch, at_steps(order, gradient=range(9, 14)))
     judged = {"data.eval_path": str(tmp_path / "text.txt"), "eval_steps": 7, "best": best}
     train(recipe_of(tmp_path, **BASE | judged | {"max_steps": 14}), MACHINE)
@@ -239,7 +239,7 @@ def test_a_leap_rolls_back_if_asked(tmp_path: Path, order: list[Any], monkeypatc
     read = change(monkeypatch, at_steps(order, leap=[55]))
     train(recipe_of(tmp_path, **LONG, on_spike="rollback"), MACHINE)
     said = capsys.readouterr().err
-    assert "step 55: the loss leaps to" in said and "step 55: back to step 40; what was read since, samples 160 to 219, " in said
+    assert "step 55: the loss leaps to" in said and "step 55: back to step 40; the data read since, samples 160 to 219, " in said
     assert read == order[: 55 + 20]
     last = rows(tmp_path / "out")[-1]
     assert (last["step"], last["spikes"], last["rollbacks"], last["skipped"]) == (60, 1, 1, 0)
@@ -250,7 +250,7 @@ def test_a_leap_with_nothing_to_go_back_to_is_reported(tmp_path: Path, order: li
     change(monkeypatch, at_steps(order, leap=[45, 57]))
     train(recipe_of(tmp_path, **{**LONG, "save_steps": 44}, on_spike="rollback"), MACHINE)
     said = capsys.readouterr().err
-    assert "step 45: no state to go back to: none is from before that" in said and "step 57: back to step 44" in said
+    assert "step 45: no state to go back to: none was saved before the trouble began" in said and "step 57: back to step 44" in said
 
 
 def test_nobody_looks_at_losses_with_off(tmp_path: Path, order: list[Any], monkeypatch: pytest.MonkeyPatch,

@@ -14,23 +14,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import modelcenter as mc
 from modelcenter import ops
 from modelcenter.layers import Batch, Linear, LMHead
+from modelcenter.layers.losses import value_loss
 from modelcenter.layers.view import View
 from modelcenter.ops import linear_cross_entropy as op
 from modelcenter.ops._kernels import available
 from modelcenter.ops._mode import rehearsal
-from modelcenter.ops.cross_entropy import IGNORE
+from modelcenter.ops.cross_entropy import IGNORE, ignored
 
 module = __import__("modelcenter.ops.linear_cross_entropy", fromlist=["op"])
 compiled = pytest.mark.skipif(not available("cpu"), reason="no compiled kernels here")
 HOW = {"plain": (1.0, 0.0, 0.0), "all": (0.3, 0.1, 1e-2)}
 
 
-def made(n: int, dim: int, vocab: int, dtype: torch.dtype = torch.float32, ignored: int = 4) -> list[Any]:
-    """x, weight, bias and labels, every `ignored`-th of which is none."""
+def made(n: int, dim: int, vocab: int, dtype: torch.dtype = torch.float32, every: int = 4) -> list[Any]:
+    """x, weight, bias and labels, each `every`-th of which is none."""
     torch.manual_seed(n + vocab)
     x, weight, bias = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((n, dim), (vocab, dim), (vocab,)))
     labels = torch.randint(vocab, (n,))
-    labels[::ignored] = IGNORE
+    labels[::every] = IGNORE
     return [x, weight, bias, labels]
 
 
@@ -67,7 +68,7 @@ def test_chunks_are_whole_logits(monkeypatch: pytest.MonkeyPatch, rows: int, siz
 
 @pytest.mark.parametrize("n", [0, 5])
 def test_no_label_is_no_loss(n: int) -> None:
-    args = made(n, 4, 7, ignored=1)
+    args = made(n, 4, 7, every=1)
     loss = op(*args)
     loss.backward()
     assert loss.item() == 0 and all(torch.equal(a.grad, torch.zeros_like(a)) for a in args[:3])
@@ -442,6 +443,21 @@ def test_rows_of_a_chunk_on_a_gpu() -> None:
         rows = {vocab: module.rows_of_a_chunk(x, vocab, torch.bfloat16)[0] for vocab in (30522, 50257, 131072, 250880, 2**21)}
     assert rows == {30522: 4352, 50257: 2560, 131072: 1024, 250880: 1024, 2**21: 1024}
     assert module.rows_of_a_chunk(x, 2**25, torch.float32)[0] == 1, "on a CPU nothing asks for more"
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_of_labels_that_are_numbers_only_what_fills_up_is_none(outputs: int) -> None:
+    """-100 is a number; a row of what fills up changes neither the loss nor a gradient."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, outputs, requires_grad=True), torch.rand(5, outputs).round()
+    labels[0] = IGNORE
+    full = value_loss(logits, labels.squeeze(1), None)
+    theirs = F.mse_loss if outputs == 1 else F.binary_cross_entropy_with_logits
+    torch.testing.assert_close(full, theirs(logits, labels))
+    (wanted,) = torch.autograd.grad(value_loss(logits[:3], labels[:3].squeeze(1), None), logits)
+    labels[3:] = ignored(labels)
+    (found,) = torch.autograd.grad(value_loss(logits, labels.squeeze(1), None), logits)
+    torch.testing.assert_close(found, wanted)
 
 
 def test_what_holds_the_gradient_of_the_weight() -> None:

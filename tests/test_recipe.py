@@ -173,6 +173,33 @@ def test_names_of_other_programs_say_ours(asked: str, tmp_path: Path) -> None:
     assert str(refused.value) == f"{file}: {said}"
 
 
+@pytest.mark.parametrize(("name", "choice", "found"), [
+    ("pretrain", "schedule.name=constant", "schedule.min_lr_ratio 0.1"),
+    ("pretrain", "optimizer.name=adafactor", "optimizer.betas [0.9, 0.95]"),
+    ("pretrain-bert", "optimizer.name=lion", "optimizer.eps 1e-06"),
+    ("lora", "adapter.name=none", "adapter.rank 16, adapter.alpha 32.0, adapter.dropout 0.05"),
+])
+def test_a_choice_leaves_out_what_it_does_not_read(name: str, choice: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the file's values, and says so; one that is given beside the choice is refused. A resolved recipe names every key, and
+    those at their defaults are nothing to be told of."""
+    key, _, word = choice.partition("=")
+    section, value = key.partition(".")[0], found.partition(" ")[2].partition(",")[0]
+    changed = to_dict(load_recipe(name, ["data.path=a", "model=m", choice]))[section]
+    default = to_dict(load_recipe("finetune", ["data.path=a", "model=m"]))[section]
+    asked = found.partition(" ")[0]
+    assert changed["name"] == word and changed[asked.partition(".")[2]] == default[asked.partition(".")[2]]
+    assert capsys.readouterr().err.endswith(f"{name}.yaml: {found}: left out, with {choice}, which has none\n")
+    with pytest.raises(InputError, match=f"^command line: {asked}: "):
+        load_recipe(name, ["data.path=a", "model=m", choice, f"{asked}={value if '[' not in found else '[0.8, 0.9]'}"])
+
+
+def test_a_resolved_recipe_takes_another_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = to_dict(load_recipe("finetune", ["data.path=a", "model=m"]))
+    file = write(tmp_path, dump_yaml(whole))
+    assert load_recipe(file, ["schedule.name=constant", "optimizer.name=lion"]).schedule.name == "constant"
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("file", "line", "batch", "micro"),
     [
@@ -393,6 +420,9 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
                     batch=1),
      r"^batch: 1 with objective contrastive: a pair alone has none to be told from, and teaches nothing; 2 or more, or data.neg"),
+    (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
+                    micro_batch=1),
+     "^micro_batch: 1 with objective contrastive"),
 ])  # fmt: skip
 def test_values_from_python_are_checked_as_those_of_a_file(make: Callable[[], object], found: str) -> None:
     with pytest.raises(InputError, match=found):

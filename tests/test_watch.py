@@ -270,6 +270,31 @@ def test_a_slow_run_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "ranks").exists()
 
 
+def told_often(rank: int, folder: Path, machine: Machine) -> None:
+    """Ranks look a hundred times, in which all have moved, and then a hundred times in which none has."""
+    ranks, sizes = join(machine), []
+    guard = watch.Watch(folder / "ranks", ranks, 60.0)
+    guard.pause = 0.01
+    with guard:
+        ranks.agree("begun")
+        store = Path(guard.store.path)
+        for moves in (True, False):
+            sizes.append(store.stat().st_size)
+            for _ in range(100):
+                if moves:
+                    watch.beat(step=True)
+                time.sleep(0.01)
+            ranks.agree("done")
+        sizes.append(store.stat().st_size)
+    assert guard.heard > 0, "the other has moved"
+    a, b, c = sizes
+    assert 0 < b - a < 200 and c - b < 200, sizes
+
+
+def test_a_store_in_a_file_is_not_told_of_each_look(tmp_path: Path) -> None:
+    spawn(2, told_often, tmp_path, machine_of((2, 1)))
+
+
 def pieces(seconds: float) -> Iterator[bytes]:
     """A file that a slow disk takes for so long."""
     for _ in range(round(seconds / 0.25)):

@@ -656,7 +656,7 @@ def test_losses_of_task_heads(case: Case, kind: str, tmp_path: Path) -> None:
     model.to(torch.float64)
     assert isinstance(model, getattr(transformers, case.family.tasks[case.task].architecture))
     labels = {
-        "classes": torch.tensor([1, 2]), "values": torch.tensor([0.5, -2.0], dtype=torch.float64),
+        "classes": torch.tensor([1, 2]), "values": torch.tensor([0.5, -100.0], dtype=torch.float64),
         "several": torch.tensor([[1.0, 0, 1], [0, 0, 1]], dtype=torch.float64),
         "tags": torch.randint(0, n, (2, 11), generator=source).masked_fill(args["attention_mask"] == 0, -100), "answers": None,
     }[kind]  # fmt: skip

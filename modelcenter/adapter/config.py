@@ -1,4 +1,4 @@
-"""What the `adapter` section of a recipe says; torch-free, so that a recipe is checked first."""
+"""The `adapter` section of a recipe; torch-free, so that a recipe is checked first."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -37,15 +37,20 @@ class AdapterConfig:
         checked(self)
         if self.name != "none" and not self.targets:
             refuse(None, "targets", "empty", f"names of layers, or {ALL}")
-        if self.name == "none" and (changed := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
+        if changed := [f.name for f in fields(self) if f.name in self.unread(self.name) and getattr(self, f.name) != f.default]:
             refuse(None, changed[0], "set, but adapter.name is none", "adapter.name=lora or dora")
+
+    @classmethod
+    def unread(cls, name: str) -> list[str]:
+        """The keys that mean nothing to this kind."""
+        return [f.name for f in fields(cls) if f.name != "name"] if name == "none" else []
 
     @property
     def scale(self) -> float:
         return self.scaled(self.alpha, self.rank)
 
     def scaled(self, alpha: float, rank: int) -> float:
-        """What multiplies the addition of a layer with this alpha and rank."""
+        """The factor of the addition of a layer with this alpha and rank."""
         return alpha / (rank**0.5 if self.rslora else rank)
 
     def alpha_of(self, scale: float, rank: int) -> float:
@@ -54,6 +59,6 @@ class AdapterConfig:
 
 
 def check_config(adapter: object) -> None:
-    """Refuse what is no config where a new adapter is asked for."""
+    """Refuse anything but a config when a new adapter is requested."""
     if not isinstance(adapter, AdapterConfig):
         refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")

@@ -34,7 +34,7 @@ TRAINING = {
 
 
 def evaluate(args: Arguments) -> Answer:
-    """Evaluate a model with the metrics that its task is usually judged by.
+    """Evaluate a model with the usual metrics of its task.
 
     modelcenter evaluate RUN [metrics=[...]] [key=value ...]
     modelcenter evaluate RUN/step-500 [metrics=[...]] [key=value ...]
@@ -44,12 +44,12 @@ def evaluate(args: Arguments) -> Answer:
     modelcenter evaluate MODEL --lm-eval TASK,TASK... [few_shot=N] [limit=N] [lm_eval_path=FOLDER] [key=value ...]
 
     RUN is the output folder of a run: its recipe, its model (or that of a training state) and its evaluation data are used. MODEL
-    is a folder that transformers, peft or this package has saved, a preset or a hub id. RECIPE gives the rest; where it begins with
-    random weights, model= names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of lm-eval's, or
-    of the files in lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine M, with the
-    same numbers. Nothing is written, except for the stacks of ranks that hang, which go to a temporary folder. All of
+    is a folder that transformers, peft or this package has saved, a preset or a hub id. RECIPE gives all other settings; if it
+    starts from random weights, model= names the trained ones. FOLDER holds a run for each task of the benchmark. TASK is one of
+    lm-eval's, or of the files in lm_eval_path, and is evaluated by one process; the other forms also run on the ranks of --machine
+    M, with the same numbers. Nothing is written, except for the stacks of ranks that hang, which go to a temporary folder. All of
     data.path=FILE is used; with data.eval_fraction=0.1 only the part that training would hold out. The number of examples, and of
-    the questions that they are parts of, is printed before the metrics. With --lm-eval alone:
+    the questions to which they belong, is printed before the metrics. Keys for --lm-eval only:
     """
     if any(setting.startswith("lm_eval=") for setting in args.settings):
         if args.machine is not None or variable("WORLD_SIZE", 1, 2**20, default=1) > 1:  # each would answer every question
@@ -162,6 +162,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     process that says them."""
     from ..metrics.table import check_packages
     from ..train.agree import agree
+    from ..train.evaluate import NOTHING
     from ..train.heap import kept
     from ..train.prepare import enter, prepare
     from ..train.progress import Progress
@@ -169,7 +170,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     from ..train.step import autocast
 
     asked, (recipe, device) = recipe.data.seq_len, resolve(recipe, machine)
-    said = f"data.seq_len: {recipe.data.seq_len}, the model's positions\n" if recipe.data.seq_len < asked else ""
+    said = f"data.seq_len: {recipe.data.seq_len}, as many as the model has positions\n" if recipe.data.seq_len < asked else ""
     check_packages(recipe.metrics)
     ranks = enter(recipe, machine)
     with Watch(Path(recipe.output_dir) / "ranks", ranks, machine.timeout), kept(device):
@@ -179,7 +180,9 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
         said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
         tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
         with autocast(recipe.precision, device):
-            return said, setup.evaluation.size | setup.evaluation(setup.model, tell), ranks.first
+            found = setup.evaluation(setup.model, tell)
+            said += "" if found["eval_targets"] else f"{NOTHING}\n"
+            return said, setup.evaluation.size | found, ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +191,9 @@ class Examination(Computing):
 
     model: str = field(metadata=says("a folder, a preset or a hub id", min=1))
     lm_eval: str = field(metadata=says("tasks, with commas between them", min=1))
-    lm_eval_path: str | None = field(default=None, metadata=says("a folder of your own task files, instead", min=1))
-    few_shot: int | None = field(default=None, metadata=says("examples before each question; absent: the task's", min=0))
-    limit: int | None = field(default=None, metadata=says("examples of each task; absent: all", min=1))
+    lm_eval_path: str | None = field(default=None, metadata=says("a folder with your own task files", min=1))
+    few_shot: int | None = field(default=None, metadata=says("examples before each question; null: the task's", min=0))
+    limit: int | None = field(default=None, metadata=says("examples of each task; null: all", min=1))
 
 
 def examined(asked: Examination) -> Answer:
@@ -218,6 +221,7 @@ def purpose(model: "Model") -> str:
 def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     """The recipe that evaluates the model in `folder`, or of that name, on data.path, its objective that of the model's head, and
     the machine."""
+    from ..train.read import check_given
     from ..train.recipe import Recipe
 
     if len(args.names) > 1 and Path(args.names[1]).exists():
@@ -245,4 +249,6 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
             several = " or ".join(name for name, objective in objectives().items() if objective.task == task)
             refuse(folder, "objective", f"missing, of a model with the task {task!r}", f"give objective={several or 'NAME'}")
     base = {"model": str(folder), "output_dir": "unused", "max_steps": 1, **over, "data": data}
-    return bind(Recipe, base, COMMAND_LINE), machine_of(args)
+    recipe = bind(Recipe, base, COMMAND_LINE)
+    check_given(recipe, over, COMMAND_LINE)
+    return recipe, machine_of(args)

@@ -41,12 +41,6 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
             refuse(COMMAND_LINE, f"{section}.{rest}", "unknown key", f"did you mean '{close[0]}.{rest}'?")
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if not setting.startswith("machine.")])
-    asked = next((setting for setting in args.settings if setting.startswith("generation.")), None)
-    if asked is not None and not recipe.writes:
-        from ..metrics.table import named
-
-        wanted = f"one of {', '.join(named(('texts',)))} in metrics"
-        refuse(COMMAND_LINE, asked, "with no metric for which texts are written", wanted)
     return recipe, machine_of(args)
 
 

@@ -1,7 +1,7 @@
 """Batches in an order that can be resumed from one number: the position, counted in samples since the start of training.
 
-Which example stands at a position is a pure function (data/order.py), and so is where the batch that begins there ends. So a batch
-is a range of positions, however many ranks or micro-batches share it, and continuing from any position is exact.
+The example at a position is a pure function of that position (data/order.py), and so is the end of the batch that begins there. So
+a batch is a range of positions, however many ranks or micro-batches share it, and continuing from any position is exact.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .collate import IGNORED, Batch
+from ..ops.cross_entropy import ignored
+from .collate import Batch
 from .examples import Examples
 from .order import Order, Shuffled, Straight
 
@@ -57,7 +58,7 @@ class Chain(Examples):
 
 @dataclass(frozen=True)
 class Budget:
-    """Batches counted in tokens instead of samples: as many samples as fit into `batch` tokens, with at most `forward` tokens a
+    """Batches counted in tokens instead of samples: as many samples as fit into `batch` tokens, with at most `forward` tokens per
     forward. Padding counts in a forward, if samples are `padded`. A single sample may exceed both. Without `forward` a rank's share
     of a batch is one forward, whatever padding adds."""
 
@@ -70,8 +71,8 @@ class Budget:
 class Loader:
     """Batches of `batch` samples over all ranks, or of the tokens of `budget`; this rank's share is a contiguous slice of each.
 
-    `collate` makes one batch of a list of examples. The share of a rank is `batch / world`, the first ones taking one
-    more where that leaves a rest. All ranks see the same number of micro-batches, or their collectives would hang: one
+    `collate` makes one batch from a list of examples. The share of a rank is `batch / world`; if there is a remainder, the first
+    ranks take one more each. All ranks see the same number of micro-batches, because otherwise their collectives would hang: a rank
     that has no sample left gets a `Blank`.
     """
 
@@ -140,7 +141,7 @@ class Loader:
         return range(first, first + each + (rank < rest))
 
     def cuts(self, positions: range) -> list[range]:
-        """The micro-batches of a share, by the tokens of a forward; of a share without samples one without."""
+        """The micro-batches of a share, by the tokens of a forward; a share without samples gives one empty micro-batch."""
         assert self.budget is not None
         if self.budget.forward is None:
             return [positions]
@@ -177,9 +178,9 @@ class Loader:
         return self.collate(self.examples.several([self.index(p) for p in positions]))
 
     def blank(self, position: int) -> Blank:
-        """What stands in for a micro-batch where no sample is left."""
+        """The placeholder for a micro-batch when no sample is left."""
         batch = self.gather([position])
-        return Blank(batch, labels=torch.full_like(batch["labels"], IGNORED))
+        return Blank(batch, labels=torch.full_like(batch["labels"], ignored(batch["labels"])))
 
     def once(self) -> Iterator[Batch]:
         """Every example once, in its own order, for an evaluation. The batches, of `batch / world`, are dealt out to the ranks:

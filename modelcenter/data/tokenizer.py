@@ -272,13 +272,14 @@ class Tokenizer:
         """Whether the second of two texts has another segment than the first."""
         return any(self.encode_pair("a", "a")[1])
 
-    def save(self, folder: str | os.PathLike[str], segments: bool = True) -> None:
+    def save(self, folder: str | os.PathLike[str], segments: bool | None = None) -> None:
         """Write tokenizer.json and tokenizer_config.json into `folder`, made if it is absent. `segments`: whether the model there
-        reads them."""
+        reads them; None: if there is a classification token, as BERT's tokenizers have."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # said, because each release of transformers thinks otherwise of a tokenizer without a class of its own: without segments a
         # model of pairs answers wrongly, and to GPT-2 they are words
+        segments = "cls" in self.special if segments is None else segments
         inputs = ["input_ids", *(["token_type_ids"] if segments and self.segmented else []), "attention_mask"]
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         config |= {"model_input_names": inputs, **self.habits}
@@ -458,6 +459,6 @@ class ForeignTokenizer(Tokenizer):
         text: str = self.foreign.decode(numbers(ids), skip_special_tokens=not special)
         return text
 
-    def save(self, folder: str | os.PathLike[str], segments: bool = True) -> None:
+    def save(self, folder: str | os.PathLike[str], segments: bool | None = None) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         copy.deepcopy(self.foreign).save_pretrained(folder)  # CPM-Ant's deletes entries of its own table as it saves

@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         dropout: float = 0.0,
         pad: int | None = None,
     ):
-        """`pad`: a token whose row is not trained by being read."""
+        """`pad`: a token whose row gets no gradient from being read."""
         super().__init__()
         self.pad = pad
         self.tokens = nn.Embedding(vocab, dim)
@@ -37,9 +37,11 @@ class Embedding(nn.Module):
         self.norm = norm
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """`x`: token ids (b s) or vectors (b s dim); `positions` and `segments` (1|b s). Returns b s dim."""
-        x = named("token ids", self.tokens, x, self.pad) if x.dim() == 2 else x
+    def forward(self, x: Tensor, positions: Tensor | None = None, segments: Tensor | None = None,
+                written: bool = False) -> Tensor:
+        """`x`: token ids (b s) or vectors (b s dim); `positions` and `segments` (1|b s). `written`: the ids are made of labels, and
+        an error says so. Returns b s dim."""
+        x = named("labels or decoder_input_ids" if written else "token ids", self.tokens, x, self.pad) if x.dim() == 2 else x
         if self.positions is not None:
             assert positions is not None
             x = x + named("position_ids", self.positions, positions)
@@ -64,7 +66,8 @@ def named(what: str, table: nn.Embedding, ids: Tensor, pad: int | None = None) -
         wrong = ids[(ids < 0) | (ids >= table.num_embeddings)]
         if not len(wrong):
             raise
-        tokens = ", the model's vocabulary; is this its tokenizer?" if what == "token ids" else ": the model has no others"
+        others = what in ("position_ids", "token_type_ids")
+        tokens = ": the model has no others" if others else ", the model's vocabulary; is this its tokenizer?"
         refuse(None, what, str(int(wrong[0])), f"0 to {table.num_embeddings - 1}{tokens}")
 
 

@@ -1,4 +1,4 @@
-"""The losses of heads, which are sums over targets divided by their number, and the labels that they refuse."""
+"""The losses of heads, which are sums over targets divided by the number of targets, and the labels that they refuse."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import refuse
-from ..ops.cross_entropy import IGNORE
+from ..ops.cross_entropy import IGNORE, ignored
 from .batch import Batch
 
 
 def mean(total: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
     """A sum over targets divided by their number; zero if there are no targets."""
-    items = (labels != IGNORE).sum() if items is None else items
+    items = (labels != ignored(labels)).sum() if items is None else items
     return total / (items + (items == 0))
 
 
@@ -24,7 +24,7 @@ def label_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None, smoot
 
 
 def drift_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
-    """How far two passes over the same rows are apart: the mean of their two Kullback-Leibler divergences (Liang et al., 2021,
+    """The divergence of two passes over the same rows: the mean of their two Kullback-Leibler divergences (Liang et al., 2021,
     equation 1). logits 2b n, labels 2b: the first pass, then the second."""
     p, q = ops.wide(logits).log_softmax(-1).chunk(2)
     first = labels.chunk(2)[0]
@@ -33,8 +33,8 @@ def drift_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Te
 
 
 def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: float) -> Tensor:
-    """The summed cross entropy of places in sequences: scores b s, labels b. Padding is not a possible place, so that a loss does
-    not depend on what a sequence is batched with; transformers' loss does."""
+    """The summed cross entropy of positions in sequences: scores b s, labels b. Padding is not a possible position, so that the
+    loss does not depend on the other sequences of the batch; transformers' loss does."""
     scores = ops.wide(scores)
     real = torch.ones_like(scores, dtype=torch.bool) if real is None else real
     logs = scores.masked_fill(~real, torch.finfo(scores.dtype).min).log_softmax(1)
@@ -45,20 +45,22 @@ def place_loss(scores: Tensor, real: Tensor | None, labels: Tensor, smoothing: f
 
 
 def value_loss(logits: Tensor, labels: Tensor, items: int | Tensor | None) -> Tensor:
-    """The loss of labels that are numbers: of one output the squared error (labels b); of several outputs, each a label that is
-    there or not, the mean of their binary cross entropies (labels b n)."""
+    """The loss for labels that are numbers: for one output the squared error (labels b); for several outputs, each a label that is
+    present or not, the mean of their binary cross entropies (labels b n)."""
     logits = ops.wide(logits)
     labels = labels.to(logits.dtype).view_as(logits)
+    none = labels == ignored(labels)
+    known = labels.masked_fill(none, 0)  # a gradient times zero is to be zero
     if logits.size(-1) == 1:
-        losses = (logits - labels).square()
+        losses = (logits - known).square()
     else:
-        losses = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    total = losses.masked_fill(labels == IGNORE, 0).sum() / logits.size(-1)
+        losses = nn.functional.binary_cross_entropy_with_logits(logits, known, reduction="none")
+    total = losses.masked_fill(none, 0).sum() / logits.size(-1)
     return mean(total, labels[..., :1], items)
 
 
 def sequences(batch: Batch) -> int:
-    """How many sequences there are: rows, or the sequences packed in one."""
+    """The number of sequences: of rows, or of sequences packed into one row."""
     return batch.x.size(0) if batch.packing is None else batch.packing.q.there.numel() - 1
 
 

@@ -1,4 +1,4 @@
-"""The head of sentence embeddings, trained by comparing texts."""
+"""The head for sentence embeddings, trained by comparing texts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..errors import refuse
 from ..ops._mode import without_autocast
-from ..ops.cross_entropy import IGNORE
+from ..ops.cross_entropy import IGNORE, ignored
 from .batch import Batch
 from .head import Head
 from .linear import Linear
@@ -21,7 +21,7 @@ ACTIVATIONS = {"Identity": nn.Identity, "Tanh": nn.Tanh, "ReLU": nn.ReLU, "GELU"
 
 
 class Dense(nn.Module):
-    """sentence-transformers' layer behind the pooling: act(linear(x)), from n dim to n out."""
+    """sentence-transformers' layer after the pooling: act(linear(x)), from n dim to n out."""
 
     def __init__(self, dim: int, out: int, bias: bool, act: str):
         super().__init__()
@@ -36,19 +36,18 @@ class Dense(nn.Module):
 class EmbedHead(Head):
     """A sentence's vector, scaled to length one. `pick` takes it from the tokens' vectors: their mean (Reimers & Gurevych, 2019),
     the first, or, in a causal model, the last (Wang et al., 2023, "Improving text embeddings with large language models"). `dense`
-    are the layers that it goes through before it is scaled, if the checkpoint has such layers, with the `files` that describe them
-    and the `places` of their weights (checkpoint/sentence.py).
+    are the layers that it passes through before it is scaled, if the checkpoint has such layers, with the `files` that describe
+    them and the `places` of their weights (checkpoint/sentence.py).
 
-    A `pooler` that the family's backbone is saved with plays no part in the vector; it is kept, and its output is returned beside
-    it.
+    A `pooler` with which the family's backbone is saved does not affect the vector; it is kept, and its output is returned as well.
 
-    Labels (n) that are numbers: the rows are n texts followed by their n partners, and the labels are the cosines that the pairs
-    should have (squared error). Labels that are places: the first n rows are followed by the texts among which each one's partner
-    is to be found, by cosines times `scale`. These are the logits (n, rows - n). If `symmetric`, the partner must find the first
-    text as well. There is one loss for each pair. Henderson et al., 2017.
+    If the labels (n) are numbers, the rows are n texts followed by their n partners, and the labels are the cosines that the pairs
+    should have (squared error). If the labels are positions, the first n rows are followed by the texts among which each one's
+    partner must be found, by cosines times `scale`. These are the logits (n, rows - n). If `symmetric`, the partner must find the
+    first text as well. There is one loss for each pair. Henderson et al., 2017.
 
-    If a batch is divided among ranks, `gather` gives in training the rows (m ...) of all of them, this rank's first, so that each
-    text is to be found among those of all.
+    If a batch is divided among ranks, in training `gather` returns the rows (m ...) of all of them, this rank's first, so that each
+    text must be found among those of all ranks.
     """
 
     scale = 20.0
@@ -91,8 +90,8 @@ class EmbedHead(Head):
         """(summed loss, logits) of embeddings."""
         n = len(labels)
         if labels.is_floating_point():
-            near = (e[:n] * e[n:]).sum(-1)
-            return (near - labels.to(e.dtype)).square().masked_fill(labels == IGNORE, 0).sum(), near
+            near, none = (e[:n] * e[n:]).sum(-1), labels == ignored(labels)
+            return (near - labels.to(e.dtype).masked_fill(none, 0)).square().masked_fill(none, 0).sum(), near
         every = e.unflatten(0, (-1, n)).transpose(0, 1)  # n, texts of a row, dim
         if self.gather is not None and self.training:
             every = self.gather(every[labels != IGNORE])  # what only fills a share up is not to be found

@@ -1,7 +1,7 @@
 """T5: an encoder-decoder with relative position biases and unscaled attention. Raffel et al., 2019.
 
-v1.1 and FLAN (Shazeer, 2020; Chung et al., 2022) gate the feed-forward layer and give the head a matrix of its own. In fp16 the
-feed-forward layer of the published weights overflows: use bf16 or fp32."""
+v1.1 and FLAN (Shazeer, 2020; Chung et al., 2022) gate the feed-forward layer and do not tie the head to the embedding. With the
+published weights the feed-forward layer overflows in fp16: use bf16 or fp32."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ class T5(Model):
             return memory
         target, memory = batch.decoder, batch.decoder.remember(memory)
         view = target.view(causal=True, bias=self.decoder_bias(*target.span))
-        out: Tensor = self.dropout(self.decoder(self.embed(target.x), view, target.across(memory, batch)))
+        out: Tensor = self.dropout(self.decoder(self.embed(target.x, written=True), view, target.across(memory, batch)))
         return out
 
     presets = {

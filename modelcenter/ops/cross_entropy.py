@@ -1,11 +1,12 @@
 """Cross entropy of logits against labels, summed over the labels that are not `IGNORE`; in at least fp32.
 
-loss_i = lse_i - (1 - smoothing) * logits_i[label_i] - smoothing * mean_j(logits_ij) + z * lse_i^2,  lse_i = logsumexp(logits_i):
-label smoothing is torch's (Szegedy et al., 2016), the z-loss PaLM's (Chowdhery et al., 2022, section 5). No label at all gives zero
-and a zero gradient, never NaN. A label that is neither in the vocabulary nor `IGNORE` is an error on the CPU, before anything is
-written; on CUDA, where nobody waits to know, it makes the loss NaN.
+loss_i = lse_i - (1 - smoothing) * logits_i[label_i] - smoothing * mean_j(logits_ij) + z * lse_i^2, lse_i = logsumexp(logits_i):
+label smoothing is torch's (Szegedy et al., 2016), the z-loss PaLM's (Chowdhery et al., 2022, section 5). Without any label the loss
+and the gradient are zero, never NaN. A label that is neither in the vocabulary nor `IGNORE` is an error on the CPU, before anything
+is written; on CUDA, where the host does not wait to check, it makes the loss NaN.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ from ._kernels import call
 from ._op import Kernel, op, raw, wide
 
 IGNORE = -100  # as torch and transformers
+
+
+def ignored(labels: Tensor) -> float:
+    """The value that marks a missing label: `IGNORE`, or -inf if labels are real numbers, since -100 may be one of them."""
+    return -math.inf if labels.is_floating_point() else IGNORE
 
 
 def reference(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
@@ -62,7 +68,7 @@ def backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, smoothin
 
 
 def takes(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> bool:
-    """Whatever else torch's takes goes there, and so does what it refuses."""
+    """Other calls go to torch's function, which runs or refuses them."""
     fits = logits.dim() == 2 and labels.shape == logits.shape[:1] and logits.size(1) > 0
     return fits and labels.dtype == torch.int64 and 0 <= smoothing <= 1
 

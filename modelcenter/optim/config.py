@@ -28,21 +28,25 @@ class OptimizerConfig:
     weight_decay: float = field(default=0.01, metadata=says("decoupled decay; norms and biases have none", min=0))
     moments: Literal["fp32", "bf16", "int8"] = field(
         default="fp32",
-        metadata=says("precision of adamw's two moments: 8, 4 or 2 bytes a parameter in all; muon's has that of the weights"),
+        metadata=says("precision of adamw's two moments: 8, 4 or 2 bytes per parameter in total; muon's has that of the weights"),
     )
-    momentum: float = field(default=0.95, metadata=says("of muon", min=0, below=1))
+    momentum: float = field(default=0.95, metadata=says("muon's momentum", min=0, below=1))
     layer_decay: float = field(
         default=1.0, metadata=says("a block's rate / that of the block above; the head has the full rate", above=0, max=1)
     )
 
     def __post_init__(self) -> None:
         checked(self)
-        of_lion = ["eps", "moments", "momentum"]
-        useless = {"adamw": ["momentum"], "adafactor": ["betas", *of_lion], "lion": of_lion}
-        refuse_changed(self, useless.get(self.name, []), f"with name {self.name}, which has none")
+        refuse_changed(self, self.unread(self.name), f"with name {self.name}, which has none")
         if self.weight_decay * self.lr >= 1:
             found = f"{self.weight_decay:g} with lr {self.lr:g}, which leaves a step nothing of the weights"
             refuse(None, "weight_decay", found, "a product below 1")
+
+    @staticmethod
+    def unread(name: str) -> list[str]:
+        """The keys that mean nothing to this optimizer."""
+        of_lion = ["eps", "moments", "momentum"]
+        return {"adamw": ["momentum"], "adafactor": ["betas", *of_lion], "lion": of_lion}.get(name, [])
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class ScheduleConfig:
     warmup_steps: int | float = field(
         default=0, metadata=says("optimizer steps from 0 to the peak; below 1: a share of the run", min=0)
     )
-    min_lr_ratio: float = field(default=0.0, metadata=says("last rate / peak rate, but of constant", min=0, max=1))
+    min_lr_ratio: float = field(default=0.0, metadata=says("last rate / peak rate; not for constant", min=0, max=1))
     decay_steps: int | None = field(
-        default=None, metadata=says("wsd: steps of the decay at the end; absent: a tenth of the run", min=1)
+        default=None, metadata=says("wsd: steps of the decay at the end; null: a tenth of the run", min=1)
     )
     decay: Literal["cosine", "linear", "1-sqrt"] = field(default="cosine", metadata=says("wsd: the shape of the last part"))
     power: float = field(default=1.0, metadata=says("polynomial: the exponent", above=0))
@@ -65,13 +69,18 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         checked(self)
-        own = {"wsd": ["decay_steps", "decay"], "polynomial": ["power"], "exponential": ["gamma"]}
-        others = [key for name, keys in own.items() if name != self.name for key in keys]
-        refuse_changed(self, others, f"with name {self.name}, which has none")
+        refuse_changed(self, self.unread(self.name), f"with name {self.name}, which has none")
         if self.name == "noam" and not self.warmup_steps:
             refuse(None, "warmup_steps", "0 with name noam", "1 at least: its peak is at the end of the warm-up")
         if self.warmup_steps >= 1 and self.warmup_steps % 1:
             refuse(None, "warmup_steps", str(self.warmup_steps), "whole steps, or a share below 1")
+
+    @staticmethod
+    def unread(name: str) -> list[str]:
+        """The keys that mean nothing to this schedule."""
+        own = {"wsd": ["decay_steps", "decay"], "polynomial": ["power"], "exponential": ["gamma"]}
+        others = [key for other, keys in own.items() if other != name for key in keys]
+        return [*others, "min_lr_ratio"] if name == "constant" else others
 
     @property
     def timeless(self) -> bool:
@@ -93,7 +102,7 @@ class LossConfig:
     z_loss: float = field(default=0.0, metadata=says("factor of the squared log of the normaliser (PaLM: 1e-4)", min=0))
     r_drop: float = field(
         default=0.0,
-        metadata=says("classify: factor of how far two passes with other dropout are apart (Liang et al., 2021)", min=0),
+        metadata=says("classify: factor of the divergence of two passes with different dropout (Liang et al., 2021)", min=0),
     )
     scale: float = field(default=20.0, metadata=says("contrastive: factor of the cosines, 1 / temperature", above=0))
     symmetric: bool = field(default=False, metadata=says("contrastive: also find the first text by the second"))

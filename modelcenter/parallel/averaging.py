@@ -1,15 +1,16 @@
-"""Copies of a model, each with its share of a batch: their gradients become the mean of all, while the backward still runs.
+"""Data parallelism with replicas: averages their gradients over the ranks while the backward still runs.
 
-Gradients are sent in buckets, each as soon as its last gradient is formed, and always in the same order, so that all ranks send the
-same at the same time (Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2).
-torch's DistributedDataParallel does this too, but wraps the model and keeps gradients in buckets of its own. Here they stay where
-the backward has formed them, so that backward and sums together can be a CUDA graph (train/graphs.py).
+Gradients are sent in buckets, each as soon as its last gradient is computed, and always in the same order, so that all ranks send
+the same bucket at the same time (Li et al., 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+section 3.2). torch's DistributedDataParallel does this too, but wraps the model and keeps gradients in its own buckets. Here they
+stay where the backward put them, so that backward and all-reduces together can be a CUDA graph (train/graphs.py).
 
-As with FSDP every backward does so, in a loop of one's own too, unless it is told to wait for the last of a step. What was averaged
-before and is added to is averaged again, which changes nothing: it is the same on all ranks.
+As with FSDP, every backward does this, also in your own loop, unless it is told to wait for the last one of a step. If a backward
+adds to gradients that were averaged before, the sum is averaged again; that does no harm, because the earlier part is the same on
+all ranks.
 
-A copy of such a model (`copy.deepcopy`, torch's `AveragedModel`) has its own gradients averaged over the same ranks. A pickle has
-not: it may be read by a process that has no others.
+A copy of such a model (`copy.deepcopy`, torch's `AveragedModel`) averages its own gradients over the same ranks. An unpickled one
+does not, because the process that reads it may be alone.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,9 +29,9 @@ BUCKET = 64 * 2**20  # bytes; 340 GB/s for all of a 13B's gradients at once on e
 
 
 class Averaging:
-    """What averages the gradients of `model` over the ranks of `group`, each of which has a copy of it.
+    """Averages the gradients of `model` over the ranks of `group`, each of which has a replica of it.
 
-    Those in low precision are summed in fp32. `waits`: the next backward leaves gradients as they are.
+    Gradients in low precision are summed in fp32. `waits`: the next backward leaves gradients as they are.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -47,9 +48,12 @@ class Averaging:
         self.under_way: list[Callable[[], None]] = []  # of each bucket that is sent
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        """Before a forward: parameters may have come, or been frozen. A compiler need not know."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.watch()
+        """Before a forward: parameters may have been added, frozen or thawed. A compiler watches once, while it traces this; the
+        list makes it trace again when other parameters are trained."""
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+            if torch.compiler.is_compiling():
+                _ = [id(p) for p in model.parameters() if p.requires_grad]
+            looked(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """That of the copy of the model, of whose hooks this is one. The copy is there, and has nothing yet; its parameters are
@@ -66,7 +70,7 @@ class Averaging:
         return partial, (watch,)  # which does not know the model that is read
 
     def watch(self) -> None:
-        """Know which parameters are trained now."""
+        """Find out which parameters are trained now."""
         self.forget()  # of a backward that has failed
         model = self.model()
         trained = [p for p in model.parameters() if p.requires_grad] if model is not None else []
@@ -79,7 +83,7 @@ class Averaging:
         self.hook(trained)
 
     def hook(self, trained: Sequence[Tensor]) -> None:
-        """Hear of their gradients, after whoever else does so far."""
+        """Register for their gradients, after all hooks that exist so far."""
         heard = WeakMethod(self.hear)  # Python does not see that a tensor holds its hooks, and would never let go of both
 
         def formed(p: Tensor) -> None:
@@ -92,7 +96,7 @@ class Averaging:
         self.hooks = {p: p.register_post_accumulate_grad_hook(formed) for p in trained}
 
     def hear(self, p: Tensor) -> None:
-        """A backward has formed a gradient: send each bucket that is complete, and of which all before were sent."""
+        """A backward has computed a gradient: send each bucket that is complete, if all before it were sent."""
         if self.waits:
             return
         if not self.missing:  # the first of this backward
@@ -109,7 +113,8 @@ class Averaging:
         self.sent.update(some)
 
     def finish(self) -> None:
-        """At the end of a backward: send what waited for gradients that were not formed, then what nobody had waited for."""
+        """At the end of a backward: send the buckets that waited for gradients which were not computed, then gradients that were
+        not expected."""
         for bucket in self.buckets[len(self.under_way) :]:
             self.send(bucket)
         self.send(self.hooks)
@@ -119,6 +124,12 @@ class Averaging:
         self.forget()
 
 
+def looked(averaging: Averaging) -> None:
+    """`watch`, which a compiler calls while it traces, and which is no part of what it compiles."""
+    averaging.watch()
+
+
+looked._dynamo_marked_constant = True  # type: ignore[attr-defined]  # by torch.compiler.assume_constant_result, which imports it
 KNOWN: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
@@ -160,7 +171,7 @@ def buckets_of(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def send(some: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Begin to sum gradients. The result waits for that and leaves the means in their place."""
+    """Begin to sum gradients. Calling the result waits for the sums and leaves the means in their place."""
     gradients = [local(g) for g in some]
     wide = [g.float() if g.dtype in LOW.values() else g for g in gradients]
     if not wide:
@@ -178,7 +189,7 @@ def send(some: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of what tensor parallelism has cut."""
+    """This rank's part of a tensor that tensor parallelism has split."""
     spread: Any = tensor
     part: Tensor = spread.to_local() if hasattr(tensor, "to_local") else tensor
     return part.detach()

@@ -1,9 +1,9 @@
-"""A run of several ranks that stands still is ended, and every rank says where it stands.
+"""Ends a run of several ranks that hangs, and has every rank report where it stands.
 
-A rank that waits for another cannot tell waiting from work, and would wait for ever. So whatever makes progress calls `beat`, and
-ranks count that in their store. If none has for long, a thread writes down the stacks of all threads and ends the process, after
-telling the other ranks to do so too. The rank at fault is the one that is not waiting for others. Torch-free until there are
-several ranks.
+A rank that waits for another cannot tell whether that one is working or stuck, and would wait for ever. So whatever makes progress
+calls `beat`, and ranks count the beats in their store. If there was none for long, a thread writes the stacks of all threads and
+ends the process, after telling the other ranks to do the same. The culprit is the rank that is not waiting for others. Torch-free
+until there are several ranks.
 """
 
 import faulthandler
@@ -122,8 +122,9 @@ class Watch(AbstractContextManager["Watch"]):
 
     def listen(self) -> None:
         """Hear from the others; in a thread of its own, because a store whose host is gone may not answer. Who has written a share
-        of a state waits for who has a larger one to write: as long as one of them moves the run does."""
-        told = _run.last
+        of a state waits for who has a larger one to write: as long as one of them moves the run does. A store in a file keeps all
+        that it is ever told, so it is told only of progress, and of that now and then."""
+        told, due = _run.last, 0.0
         while not self.ended.wait(self.pause):
             with suppress(RuntimeError):  # the first rank has gone, and its store with it: whoever needs it will find out
                 if self.store.check([AGAIN]):
@@ -131,11 +132,14 @@ class Watch(AbstractContextManager["Watch"]):
                 if self.store.check([STILL]):
                     self.told = self.store.get(STILL).decode(errors="replace")
                     return
-                last = _run.last
-                moved = self.store.add(MOVED, int(last > told))
-                if moved != self.moved + (last > told):  # others have
-                    self.heard = time.monotonic()
-                told, self.moved = last, moved
+                last, now = _run.last, time.monotonic()
+                if mine := last > told and now >= due:
+                    told, due, moved = last, now + self.seconds / 10, self.store.add(MOVED, 1)
+                else:
+                    moved = int(self.store.get(MOVED)) if self.store.check([MOVED]) else 0
+                if moved != self.moved + mine:  # others have
+                    self.heard = now
+                self.moved = moved
 
     @property
     def limit(self) -> float:

@@ -1,4 +1,4 @@
-"""What counts as a target, and how well a model does on a set of examples.
+"""What counts as a target, and the evaluation of a model on a set of examples.
 
 Shapes: b sequences, s tokens, v vocabulary or labels.
 """
@@ -18,12 +18,13 @@ from ..data.tokenizer import Tokenizer
 from ..layers.onto import onto
 from ..layers.output import Output
 from ..metrics.table import METRICS, Of, of_texts
-from ..ops.cross_entropy import IGNORE
+from ..ops.cross_entropy import IGNORE, ignored
 from ..parallel.device import home_of
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.watch import beat
 
 Arguments = Mapping[str, Any]  # a batch of the loader: the model's keyword arguments, tensors and a few numbers
+NOTHING = "no targets: nothing in the evaluation data is to be predicted, so every number is nan; give others: data.eval_path=FILE"
 
 
 def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def on_device(batch: Arguments, device: torch.device) -> dict[str, Any]:
 
 
 def count_tokens(batch: Arguments, task: str) -> int:
-    """How many tokens the model reads: padding is none, nor what stands in where no sample is left; what a decoder is to write
-    counts too."""
+    """The number of tokens that the model reads, including a decoder's targets; neither padding nor placeholders for missing
+    samples count."""
     if isinstance(batch, Blank):
         return 0
     tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
@@ -41,8 +42,14 @@ def count_tokens(batch: Arguments, task: str) -> int:
 
 
 def count_targets(batch: Arguments, task: str) -> int:
-    """How many predictions the model's loss on `batch` sums over."""
-    return int((find_objective(task).targets(batch["labels"]) != IGNORE).sum())
+    """The number of predictions over which the model's loss on `batch` sums."""
+    return int(known(batch["labels"], find_objective(task)).sum())
+
+
+def known(labels: Tensor, objective: Objective) -> Tensor:
+    """Which of the labels that predictions stand against are there: the others only fill up, or are not to be learned."""
+    targets = objective.targets(labels)
+    return targets != ignored(targets)
 
 
 @torch.no_grad()
@@ -56,7 +63,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     `tag`. `asked`: the examples of `batches` in order, if they are parts of questions. Several `ranks` take the batches in turn
     (`Loader.once`), and all get the results.
 
-    The model is left in the mode that it was in. The loss of a set without targets is 0.
+    The model is left in the mode that it was in. Of a set without targets every number is nan.
     """
     objective, device = find_objective(task), home_of(model)
     was_training = model.training
@@ -75,6 +82,7 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
         model.train(was_training)
     total, targets = ranks.sum(total, targets)
     predicted, right, parts = (ranks.joined(rows) for rows in (told.predicted, told.right, told.parts))
+    total = total if targets else math.nan
     loss = total / max(1, targets)
     results = {"eval_loss": loss, "eval_targets": targets}
     names = [*objective.metrics, *metrics]
@@ -85,13 +93,13 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     for name in names:
         of, compute = METRICS[name].of, METRICS[name].compute
         if compute is not None and (predicted or parts):
-            results[f"eval_{name}"] = compute(*sides(of, predicted, right, parts, tags, asked)) if targets else 0.0
+            results[f"eval_{name}"] = compute(*sides(of, predicted, right, parts, tags, asked)) if targets else math.nan
     return results
 
 
 @dataclass
 class Told:
-    """What a model predicts of a set besides its loss, and what is right: a list with one entry a batch."""
+    """What a model predicts on a set besides its loss, and what is right: a list with one entry per batch."""
 
     objective: Objective
     predicted: list[list[Tensor]] = field(default_factory=list)
@@ -102,15 +110,15 @@ class Told:
         """What the model put `out` for `batch`."""
         objective, predicted, right, parts = self.objective, list[Tensor](), list[Tensor](), list[Tensor]()
         if "answers" in objective.of:
-            there = objective.targets(batch["labels"]) != IGNORE  # without what only fills a rank's piece up
+            there = known(batch["labels"], objective)  # without what only fills a rank's piece up
             scores = torch.stack((out.start_logits, out.end_logits), -1) if out.logits is None else out.logits  # choices
             parts += scores[there].double().cpu()
         if not {"classes", "values", "sets"}.isdisjoint(objective.of):
             told = objective.told(out.logits)
             for row, labels in rows_of(told, batch) if "tags" in objective.of else ((told, batch["labels"]),):
-                known = objective.targets(labels) != IGNORE
-                predicted.append(row[known].float().cpu())
-                right.append(labels[known].float().cpu())
+                there = known(labels, objective)
+                predicted.append(row[there].float().cpu())
+                right.append(labels[there].float().cpu())
         for rows, mine in ((self.predicted, predicted), (self.right, right), (self.parts, parts)):
             rows.append(mine)
 
@@ -169,26 +177,26 @@ class Evaluation:
 
     @property
     def size(self) -> dict[str, float]:
-        """How much is judged: the examples, and the questions that they are parts of."""
+        """The size of the evaluation: the number of examples, and of the questions to which they belong."""
         examples = self.loader.examples
         asked = {"eval_questions": len(examples.references)} if isinstance(examples, Asked) else {}
         return {"eval_examples": len(examples), **asked}
 
     def undefined(self) -> list[str]:
-        """A line for each metric that the labels leave undefined, whatever the model says of them; it is told as 0 then."""
+        """A line for each metric that the labels leave undefined, whatever the model predicts; it is reported as 0 then."""
         labels, asked = getattr(self.loader.examples, "labels", None), {*find_objective(self.task).metrics, *self.metrics}
         if not isinstance(labels, array) or labels.typecode != "q" or not len(labels):
             return []
         there, names = set(labels), dict(enumerate(self.tags))
         same = ", ".join(names.get(label, str(label)) for label in there)
-        lines = [f"mcc: 0, for it is undefined: all {len(labels)} labels are {same}"] if "mcc" in asked and len(there) == 1 else []
-        lines += [f"f1: 0, for it is of class {names.get(1, 1)}, which no label is"] if "f1" in asked and 1 not in there else []
+        lines = [f"mcc: 0, because undefined: all {len(labels)} labels are {same}"] if "mcc" in asked and len(there) == 1 else []
+        lines += [f"f1: 0, because no label is {names.get(1, 1)}, whose F1 it is"] if "f1" in asked and 1 not in there else []
         return lines
 
     def written(self, model: Any, tell: Callable[[int, int], None] = lambda done, of: None,
                 heed: Callable[[], None] = lambda: None) -> list[str]:
-        """What the model writes for each example. All ranks write all texts: they share each forward, so that none may end its
-        texts before the others."""
+        """The texts that the model generates for each example. All ranks generate all texts: they share each forward, so none may
+        end its texts before the others."""
         assert self.tokenizer is not None
         out: list[str] = []
         whole = replace(self.loader, rank=0, world=1, batch=self.loader.batch // self.loader.world)

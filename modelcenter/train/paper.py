@@ -73,7 +73,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         less = replace(recipe, optimizer=replace(recipe.optimizer, moments="bf16"))
         others["optimizer.moments=bf16"] = Costs(replace(job, how=replace(job.how, build=keeper(less))), chip, limit)
 
-    tell(f"plan: steps of {printable(recipe.model)} are rehearsed in every layout of {ranks} x {chip.name}, which takes a while")
+    tell(f"plan: a step of {printable(recipe.model)} is rehearsed in every layout of {ranks} x {chip.name}, which takes a while")
     result = survey(costs, ranks, machine, asked, others, runnable(recipe, job.model))
     weights = sum(prod(shape) for shape in job.model.shapes.values())  # however they are stored, and without adapters
     many = f"{weights / 1e9:,.2f} G" if weights >= 1e9 else f"{weights / 1e6:,.2f} M"
@@ -81,7 +81,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
         f"{recipe.model}: {many} parameters, {recipe.precision}, steps of {job.rows:,} x {job.tokens:,} tokens on "
         f"{ranks} x {chip.name}; predicted, not measured",
         f"rates: {chip.source or device}",
-        f"the host takes {chip.call * 1e6:.3g} µs for a call of torch's, {chip.host}",
+        f"host: {chip.call * 1e6:.3g} µs for each call of torch, {chip.host}",
         *([str(learned)] if learned.runs else []),
     ]
     return result, lines
@@ -137,6 +137,8 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
     first, pairs = example(recipe, model), bool(model.encoder_decoder)
     tokens = int(first["input_ids"].numel()) + (int(first["labels"].numel()) if pairs else 0)
     rows = recipe.batch if recipe.batch_tokens is None else max(1, recipe.batch_tokens // tokens)
+    each = recipe.micro_batch or 1  # need not divide a number of tokens: the last forward counts as a full one, as with data
+    rows = -(-rows // each) * each
     targets = MASKED if recipe.objective == "mlm" else share(first, recipe)
     how = Conditions(keeper(recipe), partial(autocast, recipe.precision, device), device, targets, gpu=gpu)
     return Job(model, lambda rows: widest(first, rows, recipe, pairs), how, recipe.precision, rows, tokens)

@@ -10,11 +10,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ..config import COMMAND_LINE, Layers, Whole, assignments, bind, convert, find, merge, names, packaged, read_recipe
+from ..adapter.config import AdapterConfig
+from ..config import COMMAND_LINE, Layers, Whole, assignments, bind, convert, find, flow, merge, names, packaged, read_recipe
+from ..config.binding import to_dict
 from ..data.objective import objectives
-from ..errors import nearest, refuse, refuse_missing
-from ..optim.config import OptimizerConfig
+from ..errors import nearest, printable, refuse, refuse_missing, tell
+from ..metrics.table import named
+from ..optim.config import OptimizerConfig, ScheduleConfig
 from ..parallel.machine import Machine
+from ..parallel.watch import speaks
 from ..theirs import RECIPE, SCHEDULE
 from .recipe import Recipe
 
@@ -23,7 +27,21 @@ def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` applied to it. Errors name `where` those
     were given."""
     file, tree = open_recipe(name)
-    return bind(Recipe, *settle(tree, assignments(overrides, where), file, where))
+    settled, layers = settle(tree, assignments(overrides, where), file, where)
+    recipe = bind(Recipe, settled, layers)
+    check_given(recipe, layers.over, where)
+    return recipe
+
+
+def check_given(recipe: Recipe, given: Mapping[str, Any], where: str) -> None:
+    """Refuse settings that were `given`, in our spelling, and have no effect. A file may have them for other choices."""
+    if (asked := given.get("generation")) and recipe.generation and not recipe.writes:
+        key = f"generation.{next(iter(asked))}" if isinstance(asked, dict) else "generation"
+        wanted = f"one of {', '.join(named(('texts',)))} in metrics"
+        refuse(where, key, "given with no metric for which texts are written", wanted)
+    if given.get("batch") is not None and recipe.batch_tokens is not None:
+        found = f"{recipe.batch} beside batch_tokens {recipe.batch_tokens}, which counts instead"
+        refuse(where, "batch", found, "one of the two; batch_tokens=null leaves that out")
 
 
 def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -80,6 +98,8 @@ ALIASES = {  # transformers' TrainingArguments and example scripts: our key
     "resume_from_checkpoint": "resume",
 }
 PLACES = {"machine", *(setting.name for setting in fields(Machine))}  # where a run happens
+# sections whose `name` decides which of their keys are used
+CHOSEN: dict[str, Any] = {"adapter": AdapterConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig}
 PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_beta2")  # aliases that are more than a name
 
 
@@ -88,7 +108,8 @@ def settle(
 ) -> tuple[dict[str, Any], Layers]:
     """`tree`, a file's mapping, with `over`, given at `where`, applied to it, both in our spelling; and which of them says what.
     The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along. A mixture is
-    one value: the sources of another are not mixed into it."""
+    one value: the sources of another are not mixed into it. Settings of the file that a choice at `where` does not use are left
+    out."""
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, where)
     if place := next((key for key in {**ours, **given} if key in PLACES), None):
@@ -99,7 +120,20 @@ def settle(
         whole = data if isinstance(data, Whole) else {key: value for key, value in data.items() if isinstance(value, Whole)}
         replaced = {"path", "eval_path"} & whole.keys() | ({"eval_path"} if fixed and "path" in data else set())
         ours = {**ours, "data": {key: value for key, value in ours["data"].items() if key not in replaced}}
+    for section in (section for section in CHOSEN if section in ours and section in given):
+        ours[section] = _used(section, ours[section], given[section], file)
     return merge(ours, given), Layers(file, given, where, ours if fixed else None)
+
+
+def _used(section: str, ours: Any, given: Any, file: str | Path | None) -> Any:
+    """`ours`, a section of a file, without the settings that the `name` given for it does not use. A line says which."""
+    if not isinstance(ours, dict) or not isinstance(given, dict) or "name" not in given:
+        return ours
+    name, usual = str(given["name"]), to_dict(CHOSEN[section]())
+    idle = {key: value for key, value in ours.items() if key in CHOSEN[section].unread(name) and key not in given}
+    if (changed := [f"{section}.{key} {flow(value)}" for key, value in idle.items() if value != usual[key]]) and speaks():
+        tell(printable(f"{file}: {', '.join(changed)}: left out, with {section}.name={name}, which has none"))
+    return {key: value for key, value in ours.items() if key not in idle}
 
 
 def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | None) -> dict[str, Any]:
@@ -137,7 +171,7 @@ def _ours(tree: Mapping[str, Any], base: Mapping[str, Any], file: str | Path | N
 
 
 def _unknown(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is no key of a recipe: in whole, and without its section."""
+    """An unknown key of a recipe: in full, and without its section."""
     sections: dict[str, Any] = {setting.name: setting.default_factory for setting in fields(Recipe)}
     for key, value in tree.items():
         if key not in sections:

@@ -43,7 +43,7 @@ class Recipe:
     objective: Name = field(default="lm", metadata=says("what the model learns to do"))
     task: Task = field(default="auto", metadata=says("the model's head; auto: the objective's"))
     tokenizer: str | None = field(
-        default=None, metadata=says("a folder, preset, hub id, char, or bpe, roberta, span or fim:SIZE; absent: the model's", min=1)
+        default=None, metadata=says("a folder, preset, hub id, char, or bpe, roberta, span or fim:SIZE; null: the model's", min=1)
     )
     data: DataConfig = field(default_factory=DataConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
@@ -54,13 +54,13 @@ class Recipe:
         default=(), metadata=says("parameters not trained, by our names or Hugging Face's, * for any part")
     )
     ema: float | None = field(
-        default=None, metadata=says("decay of an average of the weights, evaluated and written; absent: none", above=0, below=1)
+        default=None, metadata=says("decay of an average of the weights, evaluated and written; null: none", above=0, below=1)
     )
     batch: int = field(default=8, metadata=says("sequences of one optimizer step, over all ranks", min=1))
     batch_tokens: int | None = field(
         default=None, metadata=says("instead of `batch`: as many sequences as fit into this many tokens, a longer one alone", min=1)
     )
-    micro_batch: int | None = field(default=None, metadata=says("sequences of one forward; absent: derived", min=1))
+    micro_batch: int | None = field(default=None, metadata=says("sequences of one forward; null: derived", min=1))
     precision: Literal["auto", "bf16", "fp16", "fp32"] = field(
         default="auto",
         metadata=says("of the computation; auto: bf16 where the device is fast at it, fp16 on older GPUs, else fp32"),
@@ -76,7 +76,7 @@ class Recipe:
     )
     seed: int = field(default=0, metadata=says("of weights, dropout and the order of data", min=0, max=2**32 - 1))
     logging_steps: int = field(default=10, metadata=says("steps between two lines of progress", min=1))
-    eval_steps: int | None = field(default=None, metadata=says("steps between evaluations; absent: at the end", min=1))
+    eval_steps: int | None = field(default=None, metadata=says("steps between evaluations; null: at the end", min=1))
     metrics: tuple[str, ...] = field(
         default=(),
         metadata=says("metrics that evaluations compute besides the objective's own: [f1, mcc], [bleu, chrf] ...", min=1),
@@ -85,15 +85,15 @@ class Recipe:
         default_factory=dict, metadata=says("how texts are generated for metrics: generation.num_beams=4")
     )
     best: str | None = field(
-        default=None, metadata=says("save the model that is best by this metric in model/; absent: that of the last step", min=1)
+        default=None, metadata=says("save the model that is best by this metric in model/; null: that of the last step", min=1)
     )
     patience: int | None = field(
-        default=None, metadata=says("stop after so many evaluations without a better `best` (or loss); absent: never", min=1)
+        default=None, metadata=says("stop after so many evaluations without a better `best` (or loss); null: never", min=1)
     )
     save_steps: int | None = field(
-        default=None, metadata=says("steps between saved training states; absent: one if stopped", min=1)
+        default=None, metadata=says("steps between saved training states; null: one if stopped", min=1)
     )
-    save_total_limit: int | None = field(default=None, metadata=says("training states kept, two at least; absent: all", min=1))
+    save_total_limit: int | None = field(default=None, metadata=says("training states kept, two at least; null: all", min=1))
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = field(
         default=(), metadata=says("services that get the metrics too; metrics.jsonl and loss.png are always written")
     )
@@ -135,9 +135,10 @@ class Recipe:
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")
-        if objective.together and self.batch == 1 and self.batch_tokens is None and self.data.negative_key is None:
+        alone = "micro_batch" if self.micro_batch == 1 else "batch" if self.batch == 1 and self.batch_tokens is None else None
+        if objective.together and alone is not None and self.data.negative_key is None:
             found = f"1 with objective {self.objective}: a pair alone has none to be told from, and teaches nothing"
-            refuse(None, "batch", found, "2 or more, or data.negative_key")
+            refuse(None, alone, found, "2 or more, or data.negative_key")
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")

@@ -1,4 +1,4 @@
-"""A run at work. Each method is one thing that the loop does: a step, its line, going back, an evaluation, a save, the end."""
+"""A run in progress. Each method is one thing that the loop does: a step, its line, a rollback, an evaluation, a save, the end."""
 
 import math
 import time
@@ -22,6 +22,7 @@ from ..optim.schedules import lr_factor
 from ..parallel.ranks import Ranks, settle
 from .background import Background
 from .calibrate import remember
+from .evaluate import NOTHING
 from .graphs import Graphs
 from .guard import give_up, go_back, in_trouble
 from .interrupt import Interrupt, Stop
@@ -63,8 +64,8 @@ class Coming:
 
 @dataclass
 class Session:
-    """What a run trains, where it stands (`at`; `saved` is the step of its newest state, `start` the one from which this process
-    goes on), and where it reports to."""
+    """What a run trains, where it stands (`at`; `saved` is the step of its newest state, `start` the step from which this process
+    continued), and where it reports."""
 
     recipe: Recipe
     device: torch.device
@@ -110,12 +111,13 @@ class Session:
 
     @property
     def again(self) -> str:
-        """What goes on with the run: `resume` may say where it was to begin, which is refused where it has a state of its own."""
+        """The command that continues the run: its `resume` may name the state from which it was to begin, which is refused once the
+        run has a state of its own."""
         begun = self.recipe.resume == "never" or (self.recipe.resume != "auto" and self.saved != self.start)
         return f"the same command{' with resume=auto' if begun else ''}"
 
     def due(self, every: int | None) -> bool:
-        """Whether what is done every so many steps is due now."""
+        """Whether something that is done every so many steps is due now."""
         return every is not None and self.at.step % every == 0
 
     def batches(self) -> Iterator[tuple[int, list[Ready]]]:
@@ -167,8 +169,8 @@ class Session:
         return Coming(after, batches, wrong, *self.ranks.sum(*counts, bool(interrupt)))
 
     def look_ahead(self, steps: Iterator[tuple[int, Sequence[Ready]]], interrupt: Interrupt) -> None:
-        """While the device is at work: read the batch of the next step, for which it need not wait then. A CPU would win nothing,
-        and its ranks hear of a signal a step sooner."""
+        """Read the batch of the next step while the device computes, so that the device need not wait for it. On a CPU this would
+        gain nothing, and without it the ranks hear of a signal one step sooner."""
         if self.device.type not in AT_ONCE and self.at.step + 1 < self.setup.steps:
             self.coming = self.fetch(steps, interrupt)
 
@@ -187,16 +189,16 @@ class Session:
         elif at.streak:
             self.progress.say(f"step {at.step}: the gradient is not finite; no update ({at.streak} in a row)")
         if step.leap is not None and at.losses.high == 1:
-            self.journal.tell(f"step {at.step}: the loss leaps to {step.loss:.4f}, {step.leap:.1f} times what is usual")
+            self.journal.tell(f"step {at.step}: the loss leaps to {step.loss:.4f}, {step.leap:.1f} times the usual")
 
     def note(self) -> None:
-        """Write a row of the steps since the last one, if there are any."""
+        """Write a row for the steps since the last one, if there are any."""
         if self.unwritten is not None:
             self.metrics.write(self.row(self.unwritten))
             self.at.window_loss, self.at.window_targets, self.seconds, self.tokens, self.unwritten = 0.0, 0, 0.0, 0, None
 
     def row(self, step: Step) -> dict[str, Any]:
-        """What is told of the steps since the last row."""
+        """The values that a row reports for the steps since the last one."""
         at = self.at
         scale = {"loss_scale": at.scale.value} if self.recipe.precision == "fp16" else {}
         return {"step": at.step, "loss": at.loss(), "lr": step.lr, "grad_norm": step.norm, "tokens": at.tokens,
@@ -263,12 +265,14 @@ class Session:
         if not again:
             self.metrics.write({"step": at.step, **results, f"best_eval_{metric}": at.best, "best_step": at.best_step})
         self.progress.say(f"step {at.step}: " + ", ".join(f"{key} {v:.6g}" for key, v in results.items()))
+        if not results["eval_targets"]:
+            self.progress.say(f"step {at.step}: {NOTHING}")
         if self.tired:
             why = f"no better than at step {at.best_step}" if at.best_step is not None else "not finite"
             self.progress.say(f"step {at.step}: eval_{metric} is {why}; the run ends")
 
     def save(self) -> None:
-        """Save a state, or begin to, its metrics first. If the disk refuses, that costs a line and not the run.
+        """Save a state, or begin to, its metrics first. If the disk refuses, the run prints a line and continues.
         Errors: `InputError` if the folder is no longer there."""
         at = self.at
         self.settle()
@@ -292,8 +296,8 @@ class Session:
             refuse(self.folder, "output_dir", found, f"where it is now, output_dir=FOLDER goes on after step {self.saved}")
 
     def settle(self, wait: bool = True) -> None:
-        """Wait for the state that is being written in the background, or only look whether it is finished, and tell what became of
-        it."""
+        """Wait for the state that is being written in the background, or only look whether it is finished, and report the
+        result."""
         if self.background is None:
             return
         try:
@@ -305,7 +309,7 @@ class Session:
             self.journal.tell(str(error))
 
     def stop(self) -> None:
-        """Save before the end that was asked for. Errors: `InputError` if the disk refuses."""
+        """Save before the requested end. Errors: `InputError` if the disk refuses."""
         self.settle()
         if self.at.step != self.saved:
             self.save()
@@ -328,7 +332,7 @@ class Session:
         last.pop("environment", None)
         self.journal.end(at.step, "finished" if self.ended else "stopped")
         if not self.ended:
-            self.progress.say(f"stopped after step {at.step} of {total}; {self.again} goes on")
+            self.progress.say(f"stopped after step {at.step} of {total}; {self.again} continues")
         elif self.recipe.best is not None and at.best_step is not None:
             self.progress.say(f"model: {self.folder / 'model'}, of step {last.get('best_step', at.best_step)}")
         else:

@@ -1,11 +1,11 @@
-"""Micro-batches filled up to shapes that recur, because a record (graphs.py) is of one shape.
+"""Pads micro-batches to shapes that recur, because a record (graphs.py) has a fixed shape.
 
-Padded batches are made a little longer. Packed ones get additional sequences: one of the tokens that are missing, then empty ones;
-and an upper bound in place of the longest sequence's length. What is added is hidden or a sequence of its own, and has no label. So
-it only takes time: for at most a sixteenth more tokens, or seven a row. Dropout is numbered by the shape, and so differs from that
-of the batch as it was.
+Padded batches are made a little longer. Packed ones get additional sequences: one that holds the missing tokens, then empty ones;
+and the length of the longest sequence is replaced by an upper bound. What is added is masked or a sequence of its own, and has no
+label. So it only costs time: for at most a sixteenth more tokens, or seven per row. Dropout is numbered by the shape, and so
+differs from that of the original batch.
 
-b sequences, s tokens of the longest, n packed sequences, t tokens of them all.
+b sequences, s tokens of the longest, n packed sequences, t tokens of all.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..layers import Head, Rotary
-from ..ops.cross_entropy import IGNORE
+from ..ops.cross_entropy import IGNORE, ignored
 
 Arguments = Mapping[str, Any]
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # a number a token; what fills up is 0
@@ -76,7 +76,7 @@ def packed(model: Any, batch: Arguments) -> Arguments:
     for side, x in ends.items():
         behind = (x[-1] + longest[side] * torch.arange(1, many - n + 1)).clamp(max=tokens[side])
         found[f"cu_seq_lens_{side}"], found[f"max_length_{side}"] = torch.cat((x, behind.to(x.dtype))), longest[side]
-    found["labels"] = wider(labels, tokens["q"], IGNORE) if by_token else longer(labels, many, IGNORE)
+    found["labels"] = wider(labels, tokens["q"], IGNORE) if by_token else longer(labels, many, ignored(labels))
     return {**batch, **found}
 
 
@@ -85,6 +85,6 @@ def wider(x: Tensor, size: int, value: int) -> Tensor:
     return pad(x, (0, size - x.size(1)), value=value)
 
 
-def longer(x: Tensor, size: int, value: int) -> Tensor:
+def longer(x: Tensor, size: int, value: float) -> Tensor:
     """x (n ...) with `size` rows."""
     return torch.cat((x, x.new_full((size - len(x), *x.shape[1:]), value)))

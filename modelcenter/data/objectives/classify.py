@@ -1,4 +1,4 @@
-"""A label for one text or for two: a class, or a number."""
+"""A label for one text or a pair of texts: a class, or a number."""
 
 import math
 from array import array
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..collate import IGNORED, Batch, join, pack, stack, stack_mask, tensor
+from ..collate import Batch, join, pack, stack, stack_mask, tensor
 from ..config import DataConfig
 from ..examples import Examples, Packable
 from ..labels import index_of, label_names, label_number
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ..encode import Reader
 
+LARGEST = float(np.finfo(np.float32).max)
 CHANCE = 0.01  # below which a class is not absent by chance
 
 
@@ -202,8 +203,8 @@ class Valued(Labelled):
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):  # the last: an integer may have any length
             number = math.nan
-        if not math.isfinite(number) or number == IGNORED:
-            record.refuse(f"{key} is {value!r}", f"a number other than {IGNORED}")
+        if not abs(number) <= LARGEST:
+            record.refuse(f"{key} is {value!r}", f"a number, at most {LARGEST:.1e} from 0")
         return number
 
 
