@@ -28,7 +28,7 @@ def examine() -> dict[str, Any]:
 
     found: dict[str, Any] = {"modelcenter": __version__, "python": platform.python_version()}
     found |= versions()
-    found["torch_cuda"] = torch.version.cuda or "none: this torch computes on the CPU alone"
+    found["torch_cuda"] = torch.version.cuda or "none: this build of torch is for the CPU only"
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = [f"{card.name}, sm_{card.major}{card.minor}, {card.total_memory / 2**30:.0f} GiB" for card in cards]
     found["devices"] = gpus or ["CPU only"]
@@ -59,7 +59,7 @@ def examine() -> dict[str, Any]:
         if "one thread" in found["cpu_kernels"]:
             advice.append("kernels on every core: a torch that is built with libgomp, as its Linux wheels are")
     units = has_low_units(torch.bfloat16)
-    found["bf16_on_cpu"] = "in hardware" if units else "no units for it (AMX, AVX512-BF16): products are formed in fp32"
+    found["bf16_on_cpu"] = "in hardware" if units else "no units for it (AMX, AVX512-BF16): products are computed in fp32"
     found["precision_auto"] = {kind: automatic_precision(torch.device(kind)) for kind in ("cpu", *(["cuda"] if cards else []))}
     found["disk_free"] = f"{shutil.disk_usage('.').free / 1e9:.0f} GB here"
     found["hub_cache"] = str(constants.HF_HUB_CACHE)

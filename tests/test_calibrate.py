@@ -86,7 +86,7 @@ def test_what_was_learned_does_not_add_up(cache: Path) -> None:
     foreseen: Any = verdict.foreseen
     assert (foreseen["device"], foreseen["host"]) == (pytest.approx(1.7 / 1.25), pytest.approx(1.0))
     assert (foreseen["seconds"], foreseen["tokens_per_second"], foreseen["tokens"]) == (2.0, 4000.0, 8000)
-    said = "corrected by 3 earlier runs on this machine: arithmetic x 1.25, calls of the host x 2.00"
+    said = "corrected by 3 earlier runs on this machine: arithmetic x 1.25, calls on the host x 2.00"
     assert str(learned) == said
     remember(foreseen, rows_at(1, 4000, 4000, tokens=8000))
     assert read(cache) == {X.name: [run(1.36, 1.0, 2.0)]}
@@ -103,7 +103,7 @@ def test_a_plan_of_all_layouts_learns_too(cache: Path, monkeypatch: pytest.Monke
         survey, lines = paper.on_paper(recipe, Machine(device="cpu"), 2, device, bare=True)
         return survey.costs.chip.call, survey.costs.chip.slower, lines[-1]
 
-    assert plan(None) == (X.call, 1.0, f"the host takes 8.5 µs for a call of torch's, {X.host}")
+    assert plan(None) == (X.call, 1.0, f"host: 8.5 µs for each call of torch, {X.host}")
     for device, host, seconds in ((1.0, 0.1, 1.3), (0.1, 1.0, 2.1)):
         remember(FORESEEN | {"device": device, "host": host, "several": True}, rows_at(1, 4000 / seconds, 4000 / seconds))
     call, slower, line = plan(None)
@@ -203,8 +203,9 @@ def test_a_summary_puts_them_side_by_side() -> None:
     foreseen = {"seconds": 2.0, "tokens_per_second": 4000.0, "memory_gb": 2.0}
     process = {"foreseen": foreseen, "device": "cuda"}
     assert beside(process, rows_at(9, 3000, 3000)) == [
-        ("foreseen", "2 s a step of full sequences, 4,000 tokens a second; measured 3,000 (-25%)"),
-        ("memory foreseen", "2.00 GB; measured 2.50 (+25%)"),
+        ("predicted", "2 s a step of full sequences, 4,000 tokens a second; measured 3,000 (-25%)"),
+        ("predicted memory", "2.00 GB; measured 2.50 (+25%)"),
     ]
-    assert beside({**process, "device": "cpu"}, rows_at(9)) == [("foreseen", "2 s a step of full sequences, 4,000 tokens a second")]
+    told = "2 s a step of full sequences, 4,000 tokens a second"
+    assert beside({**process, "device": "cpu"}, rows_at(9)) == [("predicted", told)]
     assert beside({}, rows_at(9)) == [] and rate(rows_at(9, 3, 5)) == 4

@@ -102,7 +102,7 @@ def test_a_copy_has_every_key_and_means_the_same(name: str, tmp_path: Path, monk
             continue
         known = keys[section + key]
         default = "required" if known.default is None else f"default {known.default}"
-        assert comment == f"{known.type}; {default}: {known.help}"
+        assert comment == f"{known.help} ({known.type}; {default})"
         seen.append(known.name)
     read = {*COMMON, *find_objective(load_recipe(file, DATA).objective).keys}
     assert seen == [key for key in keys if not key.startswith("data.") or key.removeprefix("data.") in read]

@@ -307,7 +307,7 @@ def test_a_file_is_written_once_and_submitted_on_request(recipe: str, tmp_path: 
                                                          capsys: Any) -> None:
     words = ["launch", recipe, "--slurm", "--nodes", "2", "machine.fsdp=4", "machine.device=cpu", "batch=12"]
     assert main(words) == 0
-    assert capsys.readouterr().out == "train.sbatch: now sbatch train.sbatch\n"
+    assert capsys.readouterr().out == "train.sbatch written; next: sbatch train.sbatch\n"
     text = (tmp_path / "train.sbatch").read_text()
     assert f"{sys.executable} -m modelcenter.train.cluster train r.yaml machine.fsdp=4 machine.device=cpu batch=12 &\n" in text
     assert main(words) == 2 and "train.sbatch: exists" in capsys.readouterr().err

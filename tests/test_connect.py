@@ -416,7 +416,7 @@ def test_a_rank_that_is_lost_later_is_a_line_too(victim: int, tmp_path: Path) ->
         job.join()
     assert [jobs[victim].exitcode, jobs[1 - victim].exitcode] == [-signal.SIGKILL, 75]
     said = (tmp_path / str(1 - victim)).read_text()
-    assert said.count("modelcenter: another rank has ended or stands still: ") == 1 and "Traceback" not in said, said
+    assert said.count("modelcenter: another rank has ended or hangs: ") == 1 and "Traceback" not in said, said
 
 
 def test_the_command_says_it_in_a_line(tmp_path: Path, told: Any) -> None:

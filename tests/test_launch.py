@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path: Path, monkeypatch: pytest.Monk
     assert main([*command(tmp_path, **changes), "resume=never", "machine.restarts=1", "--json"]) == 0
     found = capfd.readouterr()
     assert json.loads(found.out)["step"] == 60
-    assert "modelcenter: rank 1 was ended by signal 9; the run is started again, 1 times at most" in found.err
+    assert "modelcenter: rank 1 was ended by signal 9; the run is restarted (0 more restarts allowed)" in found.err
     assert found.err.count("resumed from ") == 1 and "modelcenter: error" not in found.err
 
 
@@ -204,8 +204,8 @@ def test_two_launchers_make_one_run(tmp_path: Path) -> None:
     os.kill(rank, signal.SIGKILL)
     said = [node.communicate(timeout=250)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
-    assert "resumed from" in said[0] and "the run is started again" in said[0], said
-    assert "rank 1 was ended by signal 9; the run is started again" in said[1], said
+    assert "resumed from" in said[0] and "the run is restarted" in said[0], said
+    assert "rank 1 was ended by signal 9; the run is restarted" in said[1], said
     assert max(row["step"] for row in read_rows(tmp_path / "out" / "metrics.jsonl") if "loss" in row) == 60
 
 
@@ -323,7 +323,7 @@ def test_who_has_lost_another_says_so_in_a_line(error: RuntimeError, status: int
     assert launch.status_of(error) is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launch.status_of(error) == status
-    assert capsys.readouterr().err == (f"modelcenter: another rank has ended or stands still: {error}\n" if status else "")
+    assert capsys.readouterr().err == (f"modelcenter: another rank has ended or hangs: {error}\n" if status else "")
 
 
 @pytest.mark.parametrize(("words", "heard"), [("modelcenter: error: why\n", True), ("modelcenter: another rank has gone\n", False)],

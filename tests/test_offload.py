@@ -475,7 +475,7 @@ def test_what_is_said_of_it(job: Any) -> None:
     assert "machine.offload=true" in dict(fit.better(costs, now))
     kept = costs.exact(Machine(offload=True), 8)
     said = str(fit.Verdict(fit.Plan(kept.parts, 10**12, 10**12), "8 x 64", (), kept))
-    assert f"beside {kept.aside / 1e6:.1f} MB of the host's, 250 GB there" in said and "does not fit" not in said
+    assert f"and {kept.aside / 1e6:.1f} MB of the host's memory, 250 GB free" in said and "does not fit" not in said
     assert ": does not fit" in str(fit.Verdict(fit.Plan(kept.parts, 10**12, 10**12), "8", (), replace(kept, room=1e6)))
     assert fit.Verdict(fit.Plan(kept.parts, 1, 1), "8", (), kept).foreseen == pytest.approx(
         {**(fit.Verdict(fit.Plan(kept.parts, 1, 1), "8", (), kept).foreseen or {}), "offload": True})  # fmt: skip

@@ -650,7 +650,7 @@ def test_the_command_line_stops_with_status_0(tmp_path: Path, monkeypatch: pytes
     assert main(["train", str(write_file(recipe, tmp_path / "r.yaml")), "--machine", "cpu"]) == 0
     said = capfd.readouterr()
     assert [state.name for state in (tmp_path / "out").glob("step-*")] == ["step-1"]
-    assert "stopped after step 1 of 1000000; the same command goes on" in said.err
+    assert "stopped after step 1 of 1000000; the same command continues" in said.err
     assert said.out == f"{tmp_path / 'out'}: step 1\n"  # no row of metrics yet, and no comma before nothing
 
 
@@ -709,7 +709,7 @@ def test_what_a_run_says_goes_on_does(resume: str, tmp_path: Path, whole: Path, 
     with monkeypatch.context() as patch:
         patch.setattr(Session, "log", stop)
         assert train(recipe, MACHINE).stopped
-    assert "stopped after step 12 of 20; the same command with resume=auto goes on\n" in capsys.readouterr().err
+    assert "stopped after step 12 of 20; the same command with resume=auto continues\n" in capsys.readouterr().err
     with pytest.raises(InputError, match="resume=auto"):
         train(recipe, MACHINE)
     assert train(tmp_path / "out" / "recipe.yaml", MACHINE).step == 20
@@ -915,7 +915,7 @@ def test_a_model_of_few_positions_cuts_texts_where_no_length_is_given(tmp_path: 
     """The default is the model's, which is said and kept; a length of one's own is refused instead (above)."""
     recipe = recipe_of(tmp_path, **{"max_steps": 1, "schedule.warmup_steps": 0, "data.seq_len": DataConfig.seq_len})
     train(recipe, MACHINE)
-    assert "at most 32 tokens each, the model has no more positions" in capsys.readouterr().err
+    assert "at most 32 tokens each, as many as the model has positions" in capsys.readouterr().err
     assert "seq_len: 32" in (tmp_path / "out" / "recipe.yaml").read_text()
     folder = replace(recipe, model=str(tmp_path / "out" / "model"), init="pretrained", config={}, tokenizer=None)
     assert [resolve(r, MACHINE)[0].data.seq_len for r in (recipe, folder)] == [32, 32]
@@ -1122,9 +1122,9 @@ def test_data_in_the_order_of_its_labels_is_told_of(tmp_path: Path, how: str, sa
                "data.eval_path": str(files[1]) if how == "apart" else None}  # fmt: skip
     recipe, device = resolve(recipe_of(tmp_path, **changes), MACHINE)
     lines = prepare(recipe, MACHINE, device).lines
-    assert not any("all is of" in line for line in lines)
+    assert not any("all from" in line for line in lines)
     both = replace(recipe.data, path=(str(files[0]), str(files[1])), eval_path=None)
-    told = f"held out: all is of {files[1]}, the end of data.path's list; for some of each file data.eval_path"
+    told = f"held out: all from {files[1]}, the end of data.path's list; for other data give data.eval_path"
     assert how == "apart" or told in prepare(replace(recipe, data=both), MACHINE, device).lines
     wanted = "held out: the last 6 have no a: data.path seems sorted by its labels; shuffle it, or give data.eval_path"
     assert [line for line in lines if line.startswith("held out")] == [wanted] * said
@@ -1164,7 +1164,7 @@ def test_span_corruption_trains(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run = train(recipe_of(tmp_path, **changes, tokenizer=str(tmp_path / "tokenizer"), max_steps=12), MACHINE)
     losses = [row["loss"] for row in rows(tmp_path / "out") if "loss" in row]
     assert losses[-1] < losses[0] - 0.3 and "eval_perplexity" in run.metrics
-    source, target = capsys.readouterr().err.partition("sample, ")[2].split("  target: [[")
+    source, target = capsys.readouterr().err.partition("sample (")[2].split("  target: [[")
     marks = [re.findall(r"<extra_id_\d+>", side) for side in (source, target.partition("]]")[0])]
     assert marks[0] == marks[1] != []
 
@@ -1471,7 +1471,7 @@ def test_what_cannot_be_drawn_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 def test_metrics_without_data_for_them_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Else nobody would miss them before the run has ended."""
-    line = "evaluation: none, for there are no data for {}; data.eval_path=FILE, or data.eval_fraction=0.05\n"
+    line = "evaluation: none, because there is no data for {}; set data.eval_path=FILE or data.eval_fraction=0.05\n"
     for metrics, every, fraction, said in ((("perplexity",), None, 0.0, "perplexity"), ((), 5, 0.0, "eval_steps 5"),
                                            (("perplexity",), None, 0.1, ""), ((), None, 0.0, "")):  # fmt: skip
         changes = {"metrics": metrics, "eval_steps": every, "data.eval_fraction": fraction}
@@ -1497,8 +1497,8 @@ def test_a_decay_too_long_is_refused_before_the_first_step(changes: dict[str, An
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for steps, said in ((20, "in a run of 20: the learning rate does not come to its peak;"), (21, ""),
-                        (1, "in a run of 1: its learning rate is 0, and nothing is trained; schedule.warmup_steps=0")):  # fmt: skip
+    for steps, said in ((20, "in a run of 20: the learning rate never reaches its peak;"), (21, ""),
+                        (1, "in a run of 1: its learning rate is 0, so nothing is trained; schedule.warmup_steps=0")):  # fmt: skip
         train(recipe_of(tmp_path, max_steps=steps, output_dir=str(tmp_path / str(steps)), **{"schedule.warmup_steps": 20}), MACHINE)
         told = capsys.readouterr().err
         assert f"schedule: 20 steps of warm-up {said}" in told if said else "schedule:" not in told
@@ -1525,7 +1525,7 @@ def test_a_tokenizer_that_does_not_know_the_text_is_told_of(
     train(recipe_of(tmp_path, objective=objective, max_steps=1, tokenizer=str(tmp_path / "words"), eval_steps=None, save_steps=None,
                     **{"data.path": str(data), "data.seq_len": 32, **more}), MACHINE)
     told = capsys.readouterr().err
-    found = re.findall(r"tokenizer: (\d+)% of what the first step (.*) is \[UNK\], which says nothing of a text; another", told)
+    found = re.findall(r"tokenizer: (\d+)% of what the first step (.*) is \[UNK\], which says nothing about a text; use", told)
     assert [side for _, side in found] == ["reads" if objective == "lm" else "is to write"] * (known < 80)
     assert all(abs(int(share) - (100 - known)) <= 5 for share, _ in found)
 
@@ -1534,7 +1534,7 @@ def test_max_steps_that_the_epochs_end_before_are_said(tmp_path: Path, capsys: p
     """Whoever gives max_steps to a recipe of epochs."""
     for steps, ends in ((1000, True), (2, False)):
         train(recipe_of(tmp_path, max_steps=steps, num_epochs=1, output_dir=str(tmp_path / str(steps))), MACHINE)
-        said = f"max_steps: {steps:,}, but num_epochs=1 ends the run before; num_epochs=null for all"
+        said = f"max_steps: {steps:,}, but num_epochs=1 ends the run earlier; num_epochs=null to run all steps"
         assert (said in capsys.readouterr().err) == ends
 
 
@@ -1695,7 +1695,7 @@ def test_weights_that_have_learned_other_ids_are_told_of(tmp_path: Path, tokeniz
     recipe = recipe_of(tmp_path, model=str(tmp_path / "model"), init="pretrained", config={}, tokenizer=tokenizer)
     recipe, device = resolve(recipe, MACHINE)
     lines = prepare(recipe, MACHINE, device).lines
-    assert any("char is made of this text, and the weights have learned other ids" in line for line in lines) == said
+    assert any("char is made from this text, but the weights have learned other ids" in line for line in lines) == said
 
 
 def test_a_file_that_fails_while_it_is_read_beside_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,4 +76,4 @@ def copy(args: Arguments) -> Answer:
     if target.exists():
         refuse(target, None, "exists", "move it away, or go to another folder")
     atomic_write(target, text.encode())
-    return Answer(f"{target}: now modelcenter train {target}", {"file": str(target)})
+    return Answer(f"{target} written; next: modelcenter train {target}", {"file": str(target)})

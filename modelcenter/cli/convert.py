@@ -91,8 +91,8 @@ def merge(args: Arguments) -> Answer:
     base = f"{model.source}, dequantised from {held}," if held != "none" else model.source
     merge_adapter(model).to(kind).save_pretrained(asked.out, max_shard_size=asked.max_shard_size)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return Answer(f"{asked.out}: {base} with its {name} merged, {dtype}", {"out": asked.out, "base": model.source, "dtype": dtype,
-                                                                         "quantize": held})  # fmt: skip
+    told = {"out": asked.out, "base": model.source, "dtype": dtype, "quantize": held}
+    return Answer(f"{asked.out}: {base} with its {name} adapter merged in, {dtype}", told)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Generation(Computing, Options):
     prompts: str | None = field(default=None, metadata=says("a file of prompts: one per line, or .jsonl with prompt_key", min=1))
     prompt_key: str = field(default="prompt", metadata=says("the prompt's field in a .jsonl file: text, or messages", min=1))
     chat: bool = field(default=False, metadata=says("a prompt is a user's message: put it into the tokenizer's chat template"))
-    out: str | None = field(default=None, metadata=says("a .jsonl file to write; absent: the terminal", min=1))
+    out: str | None = field(default=None, metadata=says("a .jsonl file to write; null: the terminal", min=1))
     stream: bool = field(default=False, metadata=says("show each token as it is generated"))
 
 

@@ -49,7 +49,7 @@ def launch(args: Arguments) -> Answer:
     atomic_write(file, text.encode())
     command = ["sbatch", str(file)] if job.slurm else ["kubectl", "apply", "-f", str(file)]
     if not job.submit:
-        return Answer(f"{file}: now {shlex.join(command)}", {"file": str(file), "submit": command})
+        return Answer(f"{file} written; next: {shlex.join(command)}", {"file": str(file), "submit": command})
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Question:
     """What `plan` takes besides what `train` takes."""
 
-    gpus: int | None = field(default=None, metadata=says("devices; absent: those of the machine", min=1, max=MOST))
-    device: str | None = field(default=None, metadata=says("a device by name, or a file; absent: the one here", min=1))
+    gpus: int | None = field(default=None, metadata=says("devices; null: those of the machine", min=1, max=MOST))
+    device: str | None = field(default=None, metadata=says("a device by name, or a file; null: the one here", min=1))
     tokens: float | None = field(default=None, metadata=says("tokens of the whole training, to predict its hours", above=0))
     price: float | None = field(default=None, metadata=says("per device and hour, to predict the cost", above=0))
 
@@ -121,17 +121,17 @@ def elsewhere(recipe: "Recipe", machine: "Machine", asked: Question, bare: bool)
     found, (what, *sources) = on_paper(recipe, machine, asked.gpus, asked.device, bare)
     text, data = [what, "", found.table(), "", found.memory(), found.verdict()], found.data()
     if found.remedies:
-        text += ["instead:", found.worth()]
+        text += ["with less memory:", found.worth()]
     if asked.tokens is not None and found.choice.fits:
         e = found.choice
         hours = asked.tokens / (e.rate * e.machine.ranks) / 3600
         data["hours"] = hours
-        line = f"{asked.tokens:.3g} tokens: {few(hours, 1)} hours, {few(hours * e.machine.ranks)} of devices"
+        line = f"{asked.tokens:.3g} tokens: {few(hours, 1)} hours, {few(hours * e.machine.ranks)} device-hours"
         if asked.price is not None:
             data["cost"] = hours * e.machine.ranks * asked.price
             line += f", {few(data['cost'])} at {asked.price:g} each"
         text.append(line)
-    return Answer("\n".join([*text, "", *sources, "columns: modelcenter plan --help"]), data)
+    return Answer("\n".join([*text, "", *sources, "what the columns mean: modelcenter plan --help"]), data)
 
 
 def few(number: float, digits: int = 0) -> str:

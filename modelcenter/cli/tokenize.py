@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 from ..data.config import Tokenization
+from ..errors import counted
 from .arguments import Answer, Arguments, settings
 
 
@@ -22,5 +23,6 @@ def tokenize(args: Arguments) -> Answer:
 
         asked = replace(asked, tokenizer=hubs().get(asked.tokenizer) or asked.tokenizer)
     said = write(asked)
-    done = "" if said["made"] else ", which are there already"
-    return Answer(f"{asked.out.removesuffix('.bin')}.bin: {said['tokens']:,} tokens of {said['documents']:,} documents{done}", said)
+    what = f"{counted(said['tokens'], 'token')} of {counted(said['documents'], 'document')}"
+    done = "" if said["made"] else ", made before"
+    return Answer(f"{asked.out.removesuffix('.bin')}.bin: {what}{done}", said)

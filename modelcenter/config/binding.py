@@ -17,9 +17,9 @@ Source = str | Path | Layers | None
 
 
 def bind(cls: type[T], mapping: Mapping[str, Any], file: Source = None, section: str = "") -> T:
-    """`mapping` as the dataclass `cls`, checked: unknown keys, missing keys, types, and the bounds in each field's
-    metadata (`min` and `max` inclusive, `above` and `below` exclusive; of a text, `min` is its length). What
-    `cls.__post_init__` refuses gets the `file`, or the layer of it, that says so, and the section put before it."""
+    """Bind `mapping` to the dataclass `cls`, checking for unknown keys, missing keys, types, and the bounds in each field's
+    metadata (`min` and `max` inclusive, `above` and `below` exclusive; of a text, `min` is its length). An error of
+    `cls.__post_init__` is prefixed with the `file`, or the layer of it, that holds the value, and with the section."""
     hints = get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]  # cls is a dataclass
     for key in mapping:
@@ -43,8 +43,8 @@ _HINTS: dict[type, dict[str, Any]] = {}  # of the classes that `checked` has see
 
 
 def checked(said: Any) -> None:
-    """Refuse, in a dataclass made in Python, the values that `bind` would not have let in. What may be written otherwise, a list
-    for a tuple, becomes what the field's type says."""
+    """Refuse the values of a dataclass made in Python that `bind` would not have accepted. Other accepted forms, such as a list for
+    a tuple, are converted to the field's type."""
     if (cls := type(said)) not in _HINTS:
         _HINTS[cls] = get_type_hints(cls)
     for f in dataclasses.fields(said):
@@ -54,8 +54,8 @@ def checked(said: Any) -> None:
 
 
 def convert(value: Any, hint: Any, file: Source, key: str, bounds: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """`value` as the type `hint`, within `bounds`; refuses with the dotted `key`. An integer will do for a float, a
-    boolean for neither."""
+    """`value` as the type `hint`, within `bounds`; refuses with the dotted `key`. An integer is accepted for a float, a boolean for
+    neither."""
     allowed, origin = kinds(hint), _origin(key, file)
     if isinstance(value, Text):
         value = _read(value, allowed)
@@ -80,7 +80,7 @@ _NO = object()
 
 
 def _match(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str, Any]) -> Any:
-    """`value` as `kind`, else `_NO`; what is of the kind but out of bounds, or wrong inside, is refused here."""
+    """`value` as `kind`, otherwise `_NO`; a value of the kind that is out of bounds, or wrong inside, is refused here."""
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -126,8 +126,9 @@ def _bounded(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str,
 
 
 def _read(text: Text, allowed: tuple[Any, ...]) -> Any:
-    """A command-line value for one of the `allowed` types. Where text is wanted it is taken as it stands: the shell has already
-    had its quotes; a list or a mapping is read where one will do as well. `null` is None where that is allowed."""
+    """A command-line value for one of the `allowed` types. Where text is allowed, the value is taken literally, since the shell has
+    already removed its quotes; but a list or a mapping is parsed where one is allowed as well. `null` is None where that is
+    allowed."""
     plain = str(text)
     if str in allowed and (set(allowed) <= {str, NoneType} or plain[:1] not in ("[", "{")):
         return None if NoneType in allowed and plain in ("null", "~") else plain

@@ -1,8 +1,8 @@
 """One strict YAML document as plain values, and back.
 
-YAML is read from PyYAML's event stream in pure Python, never through a loader: nothing is constructed, nothing recurses
-deeper than `DEPTH`, and what a recipe has no use for (tags, anchors, aliases, merge keys, several documents, tabs) is
-refused by name. Plain scalars mean what YAML 1.2's core schema says, so `3e-4` is a number and `no` is text.
+YAML is read from PyYAML's event stream in pure Python, never through a loader: nothing is constructed, nothing recurses deeper than
+`DEPTH`, and what recipes do not use (tags, anchors, aliases, merge keys, several documents, tabs) is refused by name. Plain scalars
+mean what YAML 1.2's core schema says, so `3e-4` is a number and `no` is text.
 """
 
 import math
@@ -51,7 +51,7 @@ def parse(text: str, file: str | Path | None = None) -> Any:
 
 
 class _Composer:
-    """Python values from YAML events, refusing on the way."""
+    """Builds Python values from YAML events, and refuses what is not allowed."""
 
     def __init__(self, text: str, file: str | Path | None) -> None:
         self.file = file
@@ -137,8 +137,8 @@ _WORDS = {"": None, "~": None, "null": None, "Null": None, "NULL": None,
 
 
 def resolve(text: str) -> Any:
-    """What a plain scalar means: None, a boolean, an integer, a finite number, or itself. ValueError says what is
-    wanted instead of nan, an infinity or an integer beyond 64 bits."""
+    """What a plain scalar means: None, a boolean, an integer, a finite number, or itself. A ValueError says what to write instead
+    of nan, an infinity or an integer beyond 64 bits."""
     if text in _WORDS:
         return _WORDS[text]
     if _NOT_FINITE.fullmatch(text):
@@ -190,7 +190,7 @@ def _escaped(character: str) -> str:
 
 
 def short(value: Any) -> str:
-    """`value` as a message shows it."""
+    """`value` as messages show it."""
     if isinstance(value, Mapping):
         return "a mapping"
     text = _constant(value) or repr(str(value) if isinstance(value, str) else value)
@@ -202,7 +202,7 @@ def _constant(value: Any) -> str | None:
 
 
 def encodable(text: str) -> bool:
-    """Whether UTF-8 can hold `text`: half a surrogate pair it cannot."""
+    """Whether UTF-8 can encode `text`, which it cannot if there is half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The files that recipes lie in: those that come with the package have bare names."""
+"""The files of recipes: those that come with the package have bare names."""
 
 import stat
 from importlib.resources import files
@@ -31,12 +31,12 @@ def find(name: str | Path, what: str, folder: Traversable) -> Path:
 
 
 def names(folder: Traversable) -> list[str]:
-    """The bare names of the YAML files there, in order."""
+    """The bare names of the YAML files in a folder, sorted."""
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def read_recipe(path: str | Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds. `InputError` names the file and the line of what a recipe may not hold."""
+    """The mapping in a YAML file. An `InputError` names the file and the line of anything that a recipe must not hold."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):  # before opening: opening a FIFO waits for its writer
             own = Path(path) / "recipe.yaml"

@@ -1,4 +1,4 @@
-"""What a dataclass of settings says of its keys: their types in words, their defaults, what a mistyped one may have meant."""
+"""The keys of a dataclass of settings: their types in words, their defaults, and suggestions for mistyped ones."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Key(NamedTuple):
-    """A setting as documentation shows it; `default` is YAML, None where the key is required."""
+    """A setting as documentation shows it; `default` is YAML, None if the key is required."""
 
     name: str
     type: str
@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
 
 def says(help: str, **bounds: float) -> dict[str, Any]:
-    """The metadata of a field: what it means, and its bounds (`min`, `max`, `above`, `below`), those of a text's length too."""
+    """The metadata of a field: what it means, and its bounds (`min`, `max`, `above`, `below`), for a text those of its length."""
     return {"help": help, **bounds}
 
 
@@ -47,7 +47,7 @@ def documented(cls: type[T]) -> type[T]:
 
 
 def near(key: str, cls: type, section: str) -> str:
-    """`did you mean data.path?`: a key as it is written in whole, of this section or of one within; or what is known here."""
+    """`did you mean data.path?`: the full name of a similar key in this section or one below; otherwise the known keys."""
     known = {f.name: f.name for f in dataclasses.fields(cls) if f.init}
     within = {name.rpartition(".")[2]: name for name, *_ in describe(cls) if "." in name}
     if key in within.values():  # as on the command line
@@ -89,5 +89,5 @@ def _words(kind: Any, bounds: Mapping[str, Any]) -> str:
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
-    """The types that a value may be of: those of a union, or the one."""
+    """The types that a value may have: those of a union, or the one type."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

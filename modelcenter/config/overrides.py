@@ -1,7 +1,7 @@
-"""Dotted assignments, of a command line or from Python, put over what a file says.
+"""Dotted assignments, from a command line or from Python, that override what a file says.
 
-A value from the command line stays `Text` until `bind` knows the wanted type: `model=2024` is a name, `max_steps=2024`
-a number.
+A value from the command line stays `Text` until `bind` knows the type it should have: `model=2024` is a name, `max_steps=2024` a
+number.
 """
 
 import re
@@ -23,13 +23,13 @@ class Text(str):
 
 
 class Whole(dict[str, Any]):
-    """A mapping that was given as one value, and not key by key."""
+    """A mapping that was given as one value rather than key by key."""
 
 
 @dataclass(frozen=True)
 class Layers:
     """Where settings come from: `over`, nested as `assignments` makes it and given at `name`, was put over those of `file`.
-    `fixed`: what a file says that is not the user's to edit."""
+    `fixed`: what a file says that users do not edit."""
 
     file: str | Path | None
     over: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Layers:
     fixed: Mapping[str, Any] | None = None
 
     def of(self, key: str) -> str | Path | None:
-        """What says a dotted key, for errors to name; of one that is missing, where it can be given."""
+        """The source of a dotted key, for error messages; for a missing key, where it can be given."""
         absent = self.fixed is not None and not says_key(self.fixed, key)
         return self.name if absent or says_key(self.over, key) else self.file
 
@@ -54,12 +54,12 @@ def says_key(tree: Mapping[str, Any], key: str) -> bool:
 
 
 def override(mapping: Mapping[str, Any], overrides: Iterable[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """`mapping` with `["a.b=v", ...]` (or `{"a.b": v}` from Python) put over it; an override wins over the file."""
+    """`mapping` with `["a.b=v", ...]` (or `{"a.b": v}` from Python) applied to it; an override takes precedence over the file."""
     return merge(mapping, assignments(overrides))
 
 
 def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMAND_LINE) -> dict[str, Any]:
-    """Dotted assignments as one nested mapping whose strings from a command line are still `Text`. Errors name `where`."""
+    """Dotted assignments as one nested mapping, in which strings from a command line are still `Text`. Errors name `where`."""
     if isinstance(overrides, str):
         refuse(where, overrides, "one text", "a list of them, or a mapping of keys to values")
     tree: dict[str, Any] = {}
@@ -81,8 +81,8 @@ def assignments(overrides: Iterable[str] | Mapping[str, Any], where: str = COMMA
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `over` replaced, section by section; neither argument changes. An empty mapping is a leaf: with it
-    a section says nothing, as with `key={}` on the command line."""
+    """`base` with the leaves of `over` replaced, section by section; neither argument changes. An empty mapping is a leaf: it
+    empties a section, as `key={}` does on the command line."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

@@ -69,16 +69,16 @@ class DataConfig:
     prompt_key: str | None = field(default=None, metadata=says("the field of a prompt, read but not trained on (lm, prefix_lm)"))
     response_key: str | None = field(default=None, metadata=says("the field of the response to prompt_key (lm, prefix_lm)"))
     messages_key: str | None = field(
-        default=None, metadata=says("the field of a conversation's messages; absent: messages or conversations (chat)")
+        default=None, metadata=says("the field of a conversation's messages; null: messages or conversations (chat)")
     )
     chat_template: str | None = field(
-        default=None, metadata=says("chatml or plain; absent: the tokenizer's own; auto: that, or plain where it has none (chat)")
+        default=None, metadata=says("chatml or plain; null: the tokenizer's own; auto: that, or plain where it has none (chat)")
     )
     seq_len: int = field(
         default=512,
         metadata=says("tokens of an example: blocks (lm, mlm) or truncation; 512: or the model's positions, if fewer", min=2),
     )
-    target_len: int | None = field(default=None, metadata=says("tokens of a target; absent: seq_len (seq2seq)", min=2))
+    target_len: int | None = field(default=None, metadata=says("tokens of a target; null: seq_len (seq2seq)", min=2))
     packing: bool = field(
         default=False, metadata=says("fill rows of seq_len with whole sequences, none attending to another; no blocks (lm, mlm)")
     )
@@ -105,4 +105,4 @@ class Tokenization:
     objective: Literal["lm", "mlm"] = field(default="lm", metadata=says("which tokens separate the documents"))
     format: Format = field(default="auto", metadata=says("auto: by the ending, text if it is unknown"))
     text_key: str = field(default="text", metadata=says("the field of the text"))
-    processes: int | None = field(default=None, metadata=says("absent: one per processor", min=1, max=1024))
+    processes: int | None = field(default=None, metadata=says("null: one per processor", min=1, max=1024))

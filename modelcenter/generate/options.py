@@ -40,11 +40,11 @@ class Options:
     """How to choose the tokens that follow. Lengths are in tokens; a target of an encoder-decoder counts its start token."""
 
     max_new_tokens: int | None = field(
-        default=None, metadata=says("most tokens to generate; absent: max_length, else 20, or 64 by the command", min=1)
+        default=None, metadata=says("most tokens to generate; null: max_length, or else 20, in the command 64", min=1)
     )
     max_length: int | None = field(default=None, metadata=says("the same, including the prompt", min=1))
     min_new_tokens: int | None = field(
-        default=None, metadata=says("fewest tokens to generate before an end token; absent: min_length", min=0)
+        default=None, metadata=says("fewest tokens to generate before an end token; null: min_length", min=0)
     )
     min_length: int = field(default=0, metadata=says("the same, including the prompt", min=0))
     do_sample: bool = field(default=False, metadata=says("sample each token instead of taking the likeliest"))
@@ -81,7 +81,7 @@ class Options:
     eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=says("the id, or ids, that end a sequence"))
     pad_token_id: int | None = field(default=None, metadata=says("the id that fills up a sequence that has ended", min=0))
     decoder_start_token_id: int | None = field(default=None, metadata=says("the first id of a target", min=0))
-    seed: int | None = field(default=None, metadata=says("seed of the sampling; absent: a new one each time", min=0))
+    seed: int | None = field(default=None, metadata=says("seed of the sampling; null: a new one each time", min=0))
 
     def __post_init__(self) -> None:
         if self.num_beams % self.num_beam_groups:

@@ -1,7 +1,7 @@
-"""Averages over the tasks of a benchmark, out of a folder of runs.
+"""Averages over the tasks of a benchmark, from a folder of runs.
 
-GLUE: Wang et al., 2018, table 1; SuperGLUE: Wang et al., 2019, table 1. Where a task has two metrics its score is their mean, and
-the benchmark's score is the mean over all of its tasks. GLUE's diagnostics are no part of the mean.
+GLUE: Wang et al., 2018, table 1; SuperGLUE: Wang et al., 2019, table 1. If a task has two metrics, its score is their mean, and the
+benchmark's score is the mean over all of its tasks, without GLUE's diagnostics.
 """
 
 import json
@@ -25,8 +25,8 @@ SUITES: dict[str, dict[str, tuple[str, ...]]] = {
 def average(suite: str, folder: Path) -> dict[str, Any]:
     """`{"suite", "tasks": {task: score}, "missing": [...], "score"}`, 0 to 100, of the runs `folder`/TASK.
 
-    A run says its metrics in metrics.jsonl; the last evaluation counts. `score` is the mean of the tasks that are there: a
-    benchmark's number only where none is missing.
+    A run's metrics are in metrics.jsonl; the last evaluation counts. `score` is the mean of the tasks that are there: it is the
+    benchmark's score only if none is missing.
     """
     if suite not in SUITES:
         refuse(None, "suite", repr(suite), nearest(suite, SUITES))

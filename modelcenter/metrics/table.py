@@ -1,4 +1,4 @@
-"""Every metric by name: what it is computed of, and whether more of it is better. Torch-free."""
+"""Every metric by name: what it is computed from, and whether higher is better. Torch-free."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Of = Literal["loss", "classes", "values", "sets", "tags", "texts", "answers", "q
 
 @dataclass(frozen=True)
 class Metric:
-    """`compute(found, wanted)`; what follows from the loss is computed with it and has none."""
+    """A metric, computed by `compute(found, wanted)`; those that follow from the loss are computed with it and have None."""
 
     of: tuple[Of, ...]  # any of them
     more: bool = True  # is better
@@ -47,7 +47,7 @@ METRICS: dict[str, Metric] = {
 
 
 def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
-    """Refuse a metric that is unknown, or that the evaluation of an objective has nothing to compute `of`."""
+    """Refuse a metric that is unknown, or that cannot be computed `of` what the objective's evaluation gives."""
     if name not in METRICS:
         refuse(None, key, repr(name), nearest(name, METRICS))
     if set(METRICS[name].of).isdisjoint(of):
@@ -55,7 +55,7 @@ def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
 
 
 def check_packages(names: Iterable[str]) -> None:
-    """Refuse a metric whose package is not installed, before a run comes to its first evaluation."""
+    """Refuse a metric whose package is not installed, before a run reaches its first evaluation."""
     for name in names:
         if (package := METRICS[name].package) is not None and find_spec(package) is None:
             installed = f"pip install {package.replace('_', '-')}, or leave the metric out"
@@ -63,10 +63,10 @@ def check_packages(names: Iterable[str]) -> None:
 
 
 def of_texts(names: Iterable[str], of: Sequence[Of]) -> list[str]:
-    """Those of `names` for which a model has to write, where texts are what there is to compare."""
+    """The metrics among `names` for which a model must generate texts, if texts are what is compared."""
     return [name for name in names if "texts" in of and "texts" in METRICS[name].of]
 
 
 def named(of: Sequence[str]) -> list[str]:
-    """The metrics that can be computed of what there is."""
+    """The metrics that can be computed from what there is."""
     return [name for name, metric in METRICS.items() if not set(metric.of).isdisjoint(of)]

@@ -13,7 +13,7 @@ UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u34
 
 
 def exact_match(found: Texts, wanted: Texts) -> float:
-    """The share of texts that are the reference, spaces around them aside."""
+    """The share of texts that equal the reference, ignoring spaces around them."""
     return sum(f.strip() == w.strip() for f, w in zip(found, wanted, strict=True)) / len(found)
 
 
@@ -24,8 +24,8 @@ def normalised(text: str) -> str:
 
 
 def squad_pair(found: str, wanted: str | Sequence[str]) -> tuple[float, float]:
-    """(exact match, F1 of words), each against the reference that suits it best, or the one; no reference: the answer is none. As
-    the evaluation script of SQuAD 2.0 (Rajpurkar et al., 2018), references that are nothing but articles left out."""
+    """(exact match, F1 of words), each against the best-matching reference; no references mean that there is no answer. As in the
+    evaluation script of SQuAD 2.0 (Rajpurkar et al., 2018), references that consist of nothing but articles are left out."""
     wanted = [w for w in ([wanted] if isinstance(wanted, str) else wanted) if normalised(w)] or [""]
     f = normalised(found).split()
     best = 0.0
@@ -58,7 +58,7 @@ def chrf(found: Texts, wanted: Texts) -> float:
 
 
 def rouge(kind: str, found: Texts, wanted: Texts) -> float:
-    """The mean F of rouge_score (Lin, 2004) with its stemmer, 0 to 100; rougeLsum takes lines for sentences."""
+    """The mean F1 of rouge_score (Lin, 2004) with its stemmer, 0 to 100; rougeLsum treats lines as sentences."""
     scorer = import_module("rouge_score.rouge_scorer").RougeScorer([kind], use_stemmer=True)
     if mute := sum(bool(w.strip()) and not re.search("[a-z0-9]", w.lower()) for w in wanted):
         said = f"{kind}: {mute} of {len(wanted)} references have no letter of a to z and no digit"

@@ -1,7 +1,7 @@
-"""What the kernels mean: one file an op.
+"""The operations that have kernels: one file per op.
 
-A result has the dtype that its op states (most often that of its first argument; a loss fp32), under autocast too, which chooses
-only what products are formed in: torch's own attention would round what it is given, and its norms would answer in fp32 on a GPU.
+A result has the dtype that its op states (usually that of its first argument; a loss is fp32), under autocast too, which only
+chooses the dtype of products: torch's own attention would round its inputs, and its norms would return fp32 on a GPU.
 """
 
 from . import _flops

@@ -1,8 +1,8 @@
-"""What torch.utils.flop_counter is to count for ops that it cannot look into, in its own way: two for each term of a product's
-sums, whatever a mask or a missing label spares, and in the backward of attention the scores once more.
+"""What torch.utils.flop_counter should count for ops that it cannot look into, by its own rules: two operations for each term of a
+product's sums, whatever a mask or a missing label saves, and in the backward of attention the scores once more.
 
-It is told when somebody imports it, and not before: it brings triton along, which takes a sixth of a second (triton 3.9 and torch
-2.13, python -X importtime, 2026-11-27).
+The counter gets the formulas when somebody imports it, and not before: it imports triton, which takes a sixth of a second (triton
+3.9 and torch 2.13, python -X importtime, 2026-11-27).
 """
 
 import sys
@@ -22,8 +22,8 @@ COUNTER = "torch.utils.flop_counter"
 
 
 def pairs(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:
-    """Of a query and a key of its sequence, in all heads. Lengths are read, on a GPU too, as torch does for its own; those without
-    values count as one sequence."""
+    """The number of pairs of a query and a key of its sequence, in all heads. Lengths are read, on a GPU too, as torch does for its
+    own ops; lengths without values count as one sequence."""
     ends_q, ends_k = lengths
     if ends_q is None or ends_k is None or any(fake(n) or n.is_meta for n in (ends_q, ends_k)):
         each = q.size(1) * k.size(1)
@@ -33,12 +33,12 @@ def pairs(q: Tensor, k: Tensor, lengths: Sequence[Tensor | None]) -> int:
 
 
 def attention(at: int, products: int, q: Tensor, k: Tensor, *rest: Any, **_: Any) -> int:
-    """`at`: where the lengths are among `rest`."""
+    """`at`: the position of the lengths in `rest`."""
     return 2 * products * pairs(q, k, rest[at : at + 2]) * k.size(3)
 
 
 def dense(products: int, q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """Of queries and keys (b h s d), of which there may be fewer heads."""
+    """Attention of queries to keys (b h s d), which may have fewer heads."""
     return 2 * products * q.numel() * k.size(2)
 
 
@@ -47,7 +47,7 @@ def dense_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> in
 
 
 def losses(x: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
-    """Logits and, in the same call, the gradients that are wanted."""
+    """The logits and, in the same call, the requested gradients."""
     grads = rest[5] if len(rest) > 5 else X | WEIGHT
     return 2 * x.numel() * weight.size(0) * (1 + bool(grads & X) + bool(grads & WEIGHT))
 
@@ -79,7 +79,7 @@ TORCHS: dict[str, Callable[..., int]] = {  # torch's own ops that layers call, w
 
 
 class Importer(MetaPathFinder):
-    """Finds torch's counter as it would be found without it, and tells it when it has been imported."""
+    """Finds torch's counter as Python would without it, and passes it the formulas once it is imported."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path, target) if fullname == COUNTER else None

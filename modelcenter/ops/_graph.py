@@ -1,4 +1,4 @@
-"""Recording calls as a CUDA graph."""
+"""Recording calls into a CUDA graph."""
 
 import gc
 import threading
@@ -19,21 +19,22 @@ TAPES = threading.local()  # `each`: what gives a thread the context of its next
 
 
 def recording() -> bool:
-    """Whether the calls of this thread on its GPU are recorded: then none is done, and no number of a GPU can be read."""
+    """Whether this thread's calls on its GPU are being recorded: then none of them runs, and no number can be read from a GPU."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def taping() -> bool:
-    """Whether what is computed again in a backward is given what was drawn: in a record, whose generator cannot be put back, and at
-    the rehearsal of one."""
+    """Whether recompute in a backward reuses the random numbers that were drawn: in a record, whose generator cannot be rewound,
+    and in the rehearsal of one."""
     return PRETENCE.records or recording()
 
 
 def recorded(work: Callable[[], T], device: torch.device, pool: Any = None, watched: bool | None = None
              ) -> tuple[Callable[[], object], T]:
-    """The calls of `work` on a GPU, none of which is done: a function that does them all at once, and where the result will be each
-    time. Its memory is the record's own, or that of all records of a `pool`, which are done one after the other. Every library must
-    have been called before with the same shapes. What cannot be recorded is a RuntimeError. `watched`: as of `undisturbed`."""
+    """Record the calls of `work` on a GPU without running them. Returns a function that runs all of them at once, and the tensors
+    that hold the result each time. The memory belongs to this record, or to all records of a `pool`, which run one after another.
+    Every library must have been called before with the same shapes. If something cannot be recorded, a RuntimeError is raised.
+    `watched`: as of `undisturbed`."""
     graph, before, aside = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device), stream(device)
     aside.wait_stream(before)
     # other threads of a server may rightly wait for the device meanwhile, and the mode that would tell is theirs too
@@ -53,7 +54,8 @@ def recorded(work: Callable[[], T], device: torch.device, pool: Any = None, watc
 
 
 def stream(device: torch.device) -> torch.cuda.Stream:
-    """Where this thread records. There is one, for libraries keep a workspace for each that they have met."""
+    """The stream on which this thread records. There is only one, because libraries keep a workspace for each stream that they have
+    seen."""
     if not hasattr(STREAMS, str(device)):
         setattr(STREAMS, str(device), torch.cuda.Stream(device))
     found: torch.cuda.Stream = getattr(STREAMS, str(device))
@@ -61,7 +63,7 @@ def stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def watch(mode: str | int) -> None:
-    """Whether what waits for the device is an error. torch warns that it does not notice everything."""
+    """Set whether waiting for the device is an error. torch warns that it does not detect every case."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
@@ -69,8 +71,8 @@ def watch(mode: str | int) -> None:
 
 @contextmanager
 def undisturbed(watched: bool = True) -> Iterator[None]:
-    """If `watched`, what would wait for the device, in any thread, is an error before it is tried, when the record is still whole;
-    and nothing is collected, for some things may not be destroyed meanwhile."""
+    """If `watched`, waiting for the device, in any thread, is an error before it happens, while the record is still intact; and
+    garbage is not collected, because some objects must not be destroyed meanwhile."""
     collects, mode = gc.isenabled(), torch.cuda.get_sync_debug_mode()
     gc.disable()
     watch("error" if watched else mode)
@@ -83,9 +85,9 @@ def undisturbed(watched: bool = True) -> Iterator[None]:
 
 
 def tape() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For torch's checkpoint, in a record, whose generator cannot be put back: the contexts of a forward, which keeps what is
-    `drawn`, and of the same forward done again, which is given that. Nothing else of it is watched, so that ops take the road
-    that they take by calls, and have its bits."""
+    """For torch's checkpoint, in a record, whose generator cannot be rewound: the contexts of a forward, which keeps what is
+    `drawn`, and of the same forward repeated, which reuses that. Nothing else is intercepted, so ops run as they do without a
+    record, with the same bits."""
     later: deque[AbstractContextManager[Any]] = deque()
 
     def first() -> AbstractContextManager[Any]:
@@ -99,7 +101,7 @@ def tape() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
 
 @contextmanager
 def taped(each: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """What is drawn in this thread is drawn in a context of `each`."""
+    """Every random draw of this thread is made in a context of `each`."""
     before = getattr(TAPES, "each", None)
     TAPES.each = each
     try:
@@ -109,14 +111,15 @@ def taped(each: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 def drawing(context: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    """Kept is what takes its numbers from a generator; at a rehearsal our attention stands for torch's on a GPU, which does."""
+    """Keeps the results of ops that draw from a generator; in a rehearsal our attention stands for torch's attention on a GPU,
+    which draws."""
     draws = torch.Tag.nondeterministic_seeded in op.tags
     stands = op._schema.name == "modelcenter::attention_forward" and on_gpu(args[0])
     return CheckpointPolicy.MUST_SAVE if draws or stands else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def drawn(make: Callable[[], T]) -> T:
-    """What `make` draws from a generator: where a record computes it again, what it was."""
+    """What `make` draws from a generator; in the recompute of a record, what was drawn before."""
     each = None if torch.compiler.is_compiling() else getattr(TAPES, "each", None)
     if each is None:
         return make()

@@ -1,7 +1,7 @@
-"""The compiled kernels of this installation: which there are, for which devices, and how one is called.
+"""The compiled kernels of this installation: which ones exist, for which devices, and how they are called.
 
-MODELCENTER_KERNELS=0 leaves the kernels out, and a file there is loaded in place of the installed ones; MODELCENTER_CPU=base or
-avx2 keeps those for the CPU to an older instruction set. Anything else there is an InputError.
+MODELCENTER_KERNELS=0 disables the kernels, and with a file there, that is loaded in place of the installed ones;
+MODELCENTER_CPU=base or avx2 limits those for the CPU to an older instruction set. Any other value is an InputError.
 """
 
 import importlib.util
@@ -52,9 +52,9 @@ if _C is not None:
 
 
 def call(name: str, *args: Any) -> None:
-    """Run the compiled kernel `name` on the device of the first argument, a tensor. Tensors must be contiguous; anything that does
-    not fit is a ValueError that names the argument. Fake tensors have no memory and are left alone: so a function that allocates
-    its results and calls kernels is its own fake kernel."""
+    """Run the compiled kernel `name` on the device of the first argument, a tensor. Tensors must be contiguous; a mismatch is a
+    ValueError that names the argument. Fake tensors have no memory and are not touched, so a function that allocates its results
+    and calls kernels is its own fake kernel."""
     tensor = args[0]
     if tensor.is_meta or fake(tensor):
         if PRETENCE.observer is not None:
@@ -64,7 +64,7 @@ def call(name: str, *args: Any) -> None:
 
 
 def available(device: str, index: int = 0) -> bool:
-    """Whether this installation has kernels for a kind of device, and for the GPU of that number; says once that it has none."""
+    """Whether this installation has kernels for a kind of device, and for the GPU with that number; warns once if it has none."""
     if PRETENCE.gpu:  # of a GPU that is not here, beside which there will be an installation of its own
         return True
     if _C is None:
@@ -103,8 +103,8 @@ COVERED: dict[int, bool] = {}  # by the number of a GPU
 
 
 def covered(index: int) -> bool:
-    """Whether this build's code runs on GPU `index`. Its tensors being there, asking makes no CUDA context that was not; a fake one
-    of a machine without GPUs is thought to be on one that fits."""
+    """Whether this build's code runs on GPU `index`. Tensors are there already, so asking creates no new CUDA context; a fake
+    tensor on a machine without GPUs counts as being on a suitable one."""
     if index not in COVERED:
         if not torch.cuda.is_available():
             return True
@@ -132,7 +132,7 @@ GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
 
 
 def generation(index: int) -> tuple[int, int]:
-    """The compute capability of GPU `index`; Ampere's where there is no GPU to ask, and of the CPU (-1) that stands for one at a
+    """The compute capability of GPU `index`; Ampere's if there is no GPU to ask, or for the CPU (-1) that stands in for one in a
     rehearsal."""
     if index not in GENERATIONS:
         if index < 0 or not torch.cuda.is_available():
@@ -142,7 +142,7 @@ def generation(index: int) -> tuple[int, int]:
 
 
 def modern(index: int) -> bool:
-    """Whether GPU `index` is of Ampere's generation or later: before it ops in bf16 have no kernels."""
+    """Whether GPU `index` is of the Ampere generation or later: earlier ones have no kernels for ops in bf16."""
     return generation(index) >= AMPERE
 
 

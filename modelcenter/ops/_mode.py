@@ -1,4 +1,5 @@
-"""What a call is made under: who watches it, which tensors have values, autocast; and the rehearsal, which pretends otherwise."""
+"""The conditions of a call: what intercepts it, which tensors have values, autocast; and the rehearsal, which pretends
+otherwise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ MANY = "many at once: torch.func.jacrev, or jacobian's vectorize=False"
 
 @dataclass
 class Pretence:
-    """What calls take for true while a rehearsal lasts."""
+    """What calls assume during a rehearsal."""
 
     lasts: bool = False
     watchers: int = 0  # dispatch modes that are not to be noticed
@@ -34,10 +35,10 @@ PRETENCE = Pretence()
 
 @contextmanager
 def rehearsal(observer: Observer | None = None, gpu: bool = False, records: bool = False) -> Iterator[None]:
-    """While it lasts, calls are made as in eager on plain tensors, though these are fake and dispatch modes that are there already
-    watch: what those see of memory is then what the real calls take. `observer` is told of each kernel; `gpu`: tensors of the CPU
-    are treated as on a GPU that is not here, which has kernels, be there any in this installation or not; `records`: what is
-    computed again in a backward is what it is in a CUDA graph."""
+    """A context in which calls are made as in eager mode on plain tensors, although the tensors are fake and dispatch modes already
+    active intercept them: the memory that those see is then what the real calls take. `observer` is called for each kernel; `gpu`:
+    tensors of the CPU are treated as if on a GPU that is not here and has kernels, whether or not this installation has any;
+    `records`: recompute in a backward does what it does in a CUDA graph."""
     before = vars(PRETENCE).copy()
     vars(PRETENCE).update(lasts=True, watchers=torch._C._len_torch_dispatch_stack(), observer=observer, gpu=gpu,
                           records=records)
@@ -48,12 +49,12 @@ def rehearsal(observer: Observer | None = None, gpu: bool = False, records: bool
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether `x` is on a GPU, or is to be treated as if it were."""
+    """Whether `x` is on a GPU, or treated as if it were."""
     return x.is_cuda or PRETENCE.gpu
 
 
 def real(x: Tensor) -> bool:
-    """Whether `x` has values, or is to be treated as if it had."""
+    """Whether `x` has values, or is treated as if it had."""
     return PRETENCE.lasts or not (x.is_meta or fake(x))
 
 
@@ -63,32 +64,32 @@ def fake(x: Tensor) -> bool:
 
 
 def plain(x: object) -> bool:
-    """Whether `x` has memory of its own, or is to be treated as if it had."""
+    """Whether `x` has memory of its own, or is treated as if it had."""
     return type(x) in PLAIN or (PRETENCE.lasts and not part(x))
 
 
 def part(x: object) -> bool:
-    """Whether `x` is, at a rehearsal, what one rank has of a tensor that is a DTensor in the step itself."""
+    """Whether `x` is, in a rehearsal, one rank's part of a tensor that is a DTensor in the real step."""
     return PRETENCE.lasts and getattr(x, "part", False)
 
 
 def unseen() -> bool:
-    """Whether nothing watches what is called: no compiler, no dispatch mode."""
+    """Whether nothing intercepts calls: no compiler, no dispatch mode."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() <= PRETENCE.watchers
 
 
 def kept_graph() -> bool:
-    """Of a backward that runs: whether there may be another one through the same calls, which reads what they have kept."""
+    """During a backward: whether there may be another one through the same calls, which reads what they saved."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def functional() -> bool:
-    """Whether a transform of torch.func is at work: vmap, grad, jvp and those made of them."""
+    """Whether a transform of torch.func is active: vmap, grad, jvp and those built from them."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def forwards() -> bool:
-    """Whether derivatives are formed beside values, in forward mode."""
+    """Whether derivatives are computed along with values, in forward mode."""
     return forward_ad._current_level >= 0
 
 
@@ -108,8 +109,8 @@ def batched(x: Tensor | None) -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast forms products on this kind of device; None outside it. `meta` has none, and torch refuses the
-    question."""
+    """The dtype in which autocast computes products on this kind of device; None without autocast. `meta` has none, and torch
+    refuses to be asked."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
@@ -120,8 +121,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def one_by_one(backward: Backward) -> Backward:
-    """The backward of an autograd.Function that reads the memory of its gradients. Many at once have none: what is raised there
-    says so. (The reference cannot do instead: for it too little is kept.)"""
+    """The backward of an autograd.Function that reads the memory of its gradients. Batched gradients have no memory, so an error is
+    raised for them. (The reference cannot take over: too little was saved for it.)"""
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
@@ -136,9 +137,9 @@ def one_by_one(backward: Backward) -> Backward:
 
 
 def once(backward: Backward) -> Backward:
-    """The backward of an autograd.Function that nobody can differentiate again. A graph of the gradients is refused where it is
-    asked for: torch's once_differentiable puts an error into it, which torch.autograd.grad, going only where it is asked to, passes
-    by, and the second derivative is a wrong number."""
+    """The backward of an autograd.Function that cannot be differentiated again. A request for a graph of the gradients is refused
+    at once: torch's once_differentiable puts an error into that graph, which torch.autograd.grad can bypass, as it goes only where
+    it is asked to; the second derivative would then be a wrong number."""
     backward = one_by_one(backward)
 
     @wraps(backward)

@@ -1,8 +1,9 @@
 """What the norms share: the calls of csrc/norm.cpp and norm.cu, and inputs to try.
 
 Each norm may first add a residual: total = residual + dropout(x), in the residual's dtype, and out is the norm of that. Both are
-results: the total is the stream that the next layer adds to. A seed of None adds x as it is. The references norm the total as it is
-kept; kernels norm it before it is rounded, which is nearer to the formula, and the gradients are of what is kept in both.
+results: the total is the stream that the next layer adds to. A seed of None adds x as it is. The references normalise the total as
+it is stored; kernels normalise it before it is rounded, which is closer to the formula. In both, gradients are those of the stored
+total.
 """
 
 import functools
@@ -24,7 +25,7 @@ Forward = tuple[Tensor, Tensor, Tensor]
 
 
 def add(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
-    """The total, by the references."""
+    """The total, as the references compute it."""
     return (residual + x).to(residual.dtype) if seed is None else dropout.reference(x, residual, seed, p)
 
 
@@ -44,8 +45,9 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
 
 
 def takes(x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> bool:
-    """Whether there is a kernel for these dtypes, of which not every mixture has one (csrc/norm.h: known). On CUDA rows that are
-    not aligned have one where all is in half precision and none too long; others' is slower than torch (benchmarks/README.md)."""
+    """Whether there is a kernel for these dtypes; not every combination has one (csrc/norm.h: known). On CUDA, rows that are not
+    aligned use it if everything is in half precision and no row is too long; otherwise it is slower than torch
+    (benchmarks/README.md)."""
     out, dim = dtype or total.dtype, total.size(-1)
     if total.dtype != torch.float32:
         fits = x.dtype == total.dtype == out
@@ -58,7 +60,7 @@ def takes(x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
 
 
 def narrow(parameter: Tensor) -> Tensor:
-    """Weights as the kernel reads them: on the CPU in fp32."""
+    """The weights as the kernel reads them: in fp32 on the CPU."""
     return parameter.contiguous() if parameter.is_cuda else parameter.float().contiguous()
 
 
@@ -68,7 +70,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def lines(total: Tensor, rows: int) -> int:
-    """Room for how many partial sums the backward has: a matter of the sizes and the chip alone, so that results repeat."""
+    """How many partial sums the backward has room for: it depends only on the sizes and the chip, so that results repeat."""
     if not total.is_cuda or not total.numel():
         return min(max(rows // ROWS, 1), CHUNKS)
     beside = max(640 // max(-(-total.size(-1) // 64) * 8, 32), 1)  # groups on a multiprocessor, at most: csrc/norm_ring.h
@@ -83,8 +85,8 @@ def norm_backward(
     grad: Tensor, also: Tensor | None, total: Tensor, more: Tensor | None, weight: Tensor, stats: Tensor, centred: bool,
     seed: Tensor | None, p: float, branch: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the total, of the branch in that dtype, of weight and bias; empty where there is none. `grad` and `also`: what
-    two who read the norm want of it. `more`: what is wanted of the total by another way."""
+    """Gradients of the total, of the branch in that dtype, of weight and bias; empty if there is none. `grad` and `also`: the
+    gradients from two readers of the norm. `more`: the gradient of the total from elsewhere."""
     total = total.contiguous()
     stream = torch.empty_like(total)
     apart = None if branch is None else torch.empty_like(total, dtype=branch)
@@ -111,8 +113,8 @@ def backward(
 
 
 def beside(norm: Op, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The norm of x, and x for whoever adds to the stream: to autograd a tensor of its own, so that the kernel adds its gradient to
-    the norm's, and no pass over both does. `rest`: what the op takes behind x."""
+    """The norm of x, and x for what adds to the stream. To autograd, the latter is a separate tensor, so that the kernel adds its
+    gradient to that of the norm, without another pass over both. `rest`: the op's arguments after x."""
     if not straight(norm, x, *rest) or not x.requires_grad:
         return norm(x, *rest), x
     out: tuple[Tensor, Tensor] = Beside.apply(norm, x, *rest)  # type: ignore[no-untyped-call]  # torch has no types there
@@ -120,8 +122,9 @@ def beside(norm: Op, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def twice(norm: Op, x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The norm of residual + dropout(x), for two who read it: to autograd two tensors, whose gradients the kernel adds as it reads
-    them, in fp32, and no pass over both does. `norm`: one that adds; `rest`: what it takes behind the residual, without a dtype."""
+    """The norm of residual + dropout(x), for two readers. To autograd these are two tensors, whose gradients the kernel adds in
+    fp32 as it reads them, without another pass over both. `norm`: a norm that adds; `rest`: its arguments after the residual,
+    without a dtype."""
     alike = not x.is_cuda or (x.dtype == residual.dtype and x.size(-1) % 8 == 0)  # csrc/norm_backward.cu: TWO
     if not alike or not straight(norm, x, residual, *rest):
         out = norm(x, residual, *rest)[0]
@@ -131,14 +134,15 @@ def twice(norm: Op, x: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def straight(norm: Op, *args: Any) -> bool:
-    """Whether a norm is to be differentiated, by a kernel, and nothing watches: its Function may be another than the op's."""
+    """Whether a norm will be differentiated by a kernel and nothing intercepts calls: then it may use another Function than the
+    op's."""
     kernel: Any = norm.kernel
     fits = all(plain(a) for a in args if isinstance(a, Tensor)) and unseen() and norm.fast(args[0]) and kernel.takes(*args)
     return fits and torch.is_grad_enabled()
 
 
 class Beside(torch.autograd.Function):
-    """A norm and what it is of, which lies where it lay."""
+    """A norm and its argument, which stays in the same memory."""
 
     @staticmethod
     def forward(ctx: Any, norm: Any, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +161,7 @@ class Beside(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """A norm after an addition, as two tensors that lie in one place."""
+    """A norm after an addition, as two tensors that share memory."""
 
     @staticmethod
     def forward(ctx: Any, norm: Any, x: Tensor, residual: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""What an op is: a reference that gives its meaning, a kernel that does it faster, and the cases on which the two are compared.
+"""What an op is: a reference that defines it, a kernel that does the same faster, and the cases on which the two are compared.
 
-A layer calls the op and never asks what runs. The kernel does, where there is one for the device and the dtypes: in eager through
-a plain autograd.Function (the cheapest road: benchmarks/README.md has the figures), and through an operator registered with
-torch.library under torch.compile and under a dispatch mode (selective recompute, fake tensors). The reference does everything
-else: float64, other devices, functorch's transforms, subclasses of Tensor that only torch's functions know, an installation without
+A layer calls the op and never asks what runs. The kernel runs if there is one for the device and the dtypes: in eager mode through
+a plain autograd.Function (the cheapest way: benchmarks/README.md has the figures), and through an operator registered with
+torch.library under torch.compile or a dispatch mode (selective recompute, fake tensors). The reference handles everything else:
+float64, other devices, functorch's transforms, subclasses of Tensor that only torch's functions know, an installation without
 compiled kernels. On DTensors an op is done by each process on its own shards (_shard.py).
 """
 
@@ -33,7 +33,8 @@ Cases = Callable[[str, torch.dtype], Iterable[tuple[Any, ...]]]
 
 @dataclass(frozen=True)
 class Raw:
-    """A function of plain tensors on kernels, without a gradient, and the same as an operator of torch.ops.modelcenter."""
+    """A function of plain tensors that calls kernels, without a gradient, and the same function as an operator of
+    torch.ops.modelcenter."""
 
     name: str
     direct: Callable[..., Any]
@@ -59,10 +60,10 @@ def raw(schema: str, devices: Sequence[str] = ("cpu", "cuda")) -> Callable[[Call
 
 
 def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
-    """What decides how a call is done, read in one pass: the kind of device of the first tensor; whether no tensor is of a
-    subclass; whether none has a dtype, and the first no dimensions, that no kernel takes; whether one wants a gradient; the number
-    of the first one's GPU.
-    A ValueError where one has values and another has none, on meta: torch's products and lookups give what lay in memory then."""
+    """What decides how a call is run, determined in one pass: the kind of device of the first tensor; whether no tensor is of a
+    subclass; whether none has a dtype, and the first no dimensions, that no kernel takes; whether one needs a gradient; the number
+    of the first one's GPU. A ValueError if one has values and another, on meta, has none: torch's products and lookups would return
+    whatever was in memory."""
     device, plain, known, grad, index, low, empty = "", True, True, False, -1, False, False
     for a in args:
         kind = type(a)
@@ -92,7 +93,7 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The fast way to an op's values and gradients.
+    """The fast implementation of an op's values and gradients.
 
     `forward`'s first `results` tensors are the op's, any further ones are for the backward. `saved(args, outs)` is what the
     backward reads, tensors or not; `backward(*grads, *saved)` returns a gradient or None for each argument, and of several results
@@ -117,7 +118,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Op:
-    """A callable with the arguments of its reference, by position."""
+    """A callable that takes the arguments of its reference, by position."""
 
     name: str
     reference: Callable[..., Any]
@@ -165,13 +166,13 @@ class Op:
 
 
 def sharded(args: Sequence[Any]) -> bool:
-    """Whether one of them is a DTensor. Who has any has imported its module."""
+    """Whether one of them is a DTensor. Code that has one has imported its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(a, module.DTensor) for a in args)
 
 
 def unknown(a: object) -> bool:
-    """Whether `a` is of a subclass that only torch's functions know: the dispatcher would pass it on to a kernel as it is."""
+    """Whether `a` is of a subclass that only torch's functions understand: the dispatcher would pass it to a kernel unchanged."""
     return isinstance(a, Tensor) and type(a) not in PLAIN and type(a).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

@@ -1,14 +1,14 @@
-"""How an op is done on DTensors: by every process on its own shards, where the op's rule allows the way they are cut.
+"""How an op runs on DTensors: every process runs it on its own shards, if the op's rule allows how they are sharded.
 
 A rule names the dimensions of an op's arguments and results, as einsum does; `*` stands for any further ones, `-` for an argument
-with no dimensions to name. What is cut along a small letter is computed shard by shard: all that has the dimension must be cut
-along it, all that lacks it is whole on every process, with a gradient that is a sum over the processes; a result that lacks it is
-such a sum itself. A dimension of size 1 that is larger elsewhere is broadcast, and so not there. A capital may not be cut: then
-the reference is asked, for whose functions torch has rules. `seed` is what dropout is a function of: it is changed from shard to
-shard, and so the same where the values are and another where they differ.
+with no dimensions to name. Along a lower-case letter an op is computed shard by shard: every tensor that has the dimension must be
+sharded along it; every tensor that lacks it is whole on every process, and its gradient is a sum over the processes; a result that
+lacks it is such a sum itself. A dimension of size 1 that is larger elsewhere is broadcast, and counts as missing. A dimension with
+a capital letter must not be sharded: otherwise the reference runs, for whose functions torch has rules. `seed` determines dropout:
+it differs between shards with different values, and is the same for copies of the same values.
 
-Every dimension of a mesh stands for itself, so the rules hold on meshes of any. What is placed otherwise than the rule wants (a sum
-not yet made, a bias that is whole beside what is cut along it) is redistributed.
+Each dimension of a mesh is handled by itself, so the rules hold on meshes with any number of them. Tensors that are placed
+otherwise than the rule requires (a sum not yet computed, a whole bias where the rest is sharded along it) are redistributed.
 """
 
 import math
@@ -47,7 +47,7 @@ PARSED = {op: [[tuple(one.split()) for one in side.split(",")] for side in rule.
 
 
 def spelled(names: Names, dims: int) -> Names:
-    """The names of `dims` dimensions, those under the star too."""
+    """The names of `dims` dimensions, including those that the star stands for."""
     if names == SUM:
         return ()
     if "*" not in names:
@@ -56,7 +56,7 @@ def spelled(names: Names, dims: int) -> Names:
 
 
 def on_shards(name: str, args: Sequence[Any], compute: Callable[..., Any]) -> Any:
-    """What `compute`, the op `name` on plain tensors, gives for these arguments, some of them DTensors; NotImplemented where no
+    """The result of `compute`, the op `name` on plain tensors, for these arguments, some of them DTensors; NotImplemented if no
     rule fits."""
     inputs, outputs = PARSED.get(name, ([], []))
     inputs = [*inputs, *[NONE] * (len(args) - len(inputs))]
@@ -71,7 +71,7 @@ def on_shards(name: str, args: Sequence[Any], compute: Callable[..., Any]) -> An
 
 
 def found(inputs: Sequence[Names], args: Sequence[Any]) -> "Cut | None":
-    """How these arguments are cut, if the rule allows it."""
+    """How these arguments are sharded, if the rule allows it."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     sizes: dict[str, int] = {}
@@ -114,18 +114,18 @@ def found(inputs: Sequence[Names], args: Sequence[Any]) -> "Cut | None":
 
 @dataclass
 class Cut:
-    """A mesh, the name of what is cut along each of its dimensions, and the sizes of all that has a name."""
+    """A mesh, the name of the dimension that is sharded along each of its dimensions, and the sizes of all named dimensions."""
 
     mesh: Any
     letters: list[str | None]
     sizes: dict[str, int]
 
     def there(self, a: Tensor, names: Names) -> Names:
-        """The names, with none where `a` is broadcast."""
+        """The names of the dimensions of `a`, empty for those that are broadcast."""
         return tuple(["" if n == 1 != self.sizes[letter] else letter for letter, n in zip(names, a.shape, strict=True)])
 
     def placements(self, names: Names, lacking: Any) -> tuple[Any, ...]:
-        """Of what has these dimensions; `lacking`: where it has not the one that is cut."""
+        """The placements of a tensor with these dimensions; `lacking`: the placement if it lacks the sharded one."""
         from torch.distributed.tensor import Replicate, Shard
 
         return tuple([Replicate() if c is None else Shard(names.index(c)) if c in names else lacking for c in self.letters])
@@ -147,14 +147,14 @@ class Cut:
         return a.to_local(grad_placements=self.placements(names, Partial()))
 
     def seed(self, seed: Tensor) -> Tensor:
-        """Another one for each shard, by its number."""
+        """A different one for each shard, by its number."""
         number = 0
         for i, letter in enumerate(self.letters):
             number = number if letter is None else number * self.mesh.size(i) + self.mesh.get_local_rank(i)
         return seed + ((number * STEP + 2**63) % 2**64 - 2**63) if number else seed
 
     def whole(self, part: Tensor, names: Names) -> Tensor:
-        """The result that this process has a part of."""
+        """The result of which this process has a part."""
         from torch.distributed.tensor import DTensor, Partial
 
         names = spelled(names, part.dim())

@@ -1,5 +1,6 @@
-"""A table whose rows are read by number and which is multiplied by as a whole has two gradients, that of the rows and one as large
-as the table. The second is formed first; the first then need not be as large, only to be added to the rows that were read.
+"""A table whose rows are read by number and which is also multiplied as a whole has two gradients: one for the rows read, and one
+as large as the table. The second is computed first; so the first need not be that large, and is only added to the rows that were
+read.
 """
 
 from typing import Any
@@ -13,14 +14,14 @@ MARK = "modelcenter: where and when a gradient of the whole was formed"
 
 
 def whole(argument: int) -> None:
-    """In a backward: it returns a gradient of that tensor argument which has all its elements."""
+    """In a backward: mark that it returns a gradient with all elements of that tensor argument."""
     if unseen():
         node, which, task = summand(argument)
         node.metadata[MARK] = which, task
 
 
 def summed_to_whole(argument: int) -> bool:
-    """In a backward: whether torch adds a gradient of that tensor argument to one that has all its elements."""
+    """In a backward: whether torch adds the gradient of that tensor argument to one with all its elements."""
     if not unseen() or kept_graph():
         return False
     node, which, task = summand(argument)
@@ -28,7 +29,8 @@ def summed_to_whole(argument: int) -> bool:
 
 
 def summand(argument: int) -> tuple[Any, int, int]:
-    """Of the backward that runs: where a tensor argument's gradient goes, as which of the inputs there; and the graph task."""
+    """In a running backward: the node to which a tensor argument's gradient goes, the index of its input there, and the graph
+    task."""
     node, which = torch._C._current_autograd_node().next_functions[argument]
     return node, which, torch._C._current_graph_task_id()
 

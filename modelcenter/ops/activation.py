@@ -4,9 +4,9 @@ gelu(x) = x * Phi(x) (Hendrycks & Gimpel, 2016); gelu_tanh is the same paper's t
 v1.1 use, and gelu_cut is Megatron-LM's spelling of that, which BLOOM uses. A gated activation is act(gate) * up
 (Shazeer, 2020: "GLU Variants Improve Transformer").
 
-The bias, of the last axis, is added before: so a linear layer can leave its own out, and neither x + bias nor anything else but x
-is kept. The backward computes the activation again from x and adds up the gradient of the bias, in fp32 and in an order that
-depends on the shape alone.
+The bias, along the last axis, is added first, so a linear layer can leave out its own, and nothing but x is saved, not even x +
+bias. The backward recomputes the activation from x and sums the gradient of the bias, in fp32 and in an order that depends on the
+shape alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,20 +29,21 @@ def tanh_gelu(x: Tensor) -> Tensor:
 
 
 def tanh_gelu_cut(x: Tensor) -> Tensor:
-    """tanh_gelu with sqrt(2 / pi) cut to eight digits: up to 3e-10 away; in fp32 the same number and kernel."""
+    """tanh_gelu with sqrt(2 / pi) truncated to eight digits: differs by up to 3e-10; in fp32 the same number and kernel."""
     if x.dtype != torch.float64:
         return tanh_gelu(x)
     return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
 
 
 def parts(rows: int, most: int) -> int:
-    """Into how many runs of rows the sum of the bias's gradient is cut."""
+    """Into how many runs of rows the sum for the bias's gradient is split."""
     return max(min(rows // 16, most), 1)
 
 
 @raw("(Tensor grad, Tensor x, Tensor? bias, Tensor? like, int kind) -> (Tensor, Tensor)")
 def activation_backward(grad: Tensor, x: Tensor, bias: Tensor | None, like: Tensor | None, kind: int) -> tuple[Tensor, Tensor]:
-    """The gradients of x and, if there is a `like`, of the bias that it has the shape and dtype of; otherwise that is empty."""
+    """The gradients of x and, if `like` is given, of the bias, with the shape and dtype of `like`; otherwise the latter is
+    empty."""
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous() if bias is not None else None
     dx = torch.empty_like(x)
     if like is None:
@@ -118,7 +119,7 @@ def gated(name: str, act: Op) -> Op:
         return out.to(gate.dtype)
 
     def forward(gate: Tensor, up: Tensor, seed: Tensor | None = None, p: float = 0.0) -> Tensor:
-        """With a seed, dropout of it (gated_linear): rounded once."""
+        """With a seed, followed by dropout (gated_linear): rounded once."""
         gate, up = gate.contiguous(), up.contiguous()
         y = torch.empty_like(gate)
         call("gated", gate, up, kind, seed, p, y)

@@ -1,8 +1,8 @@
-"""Attention: softmax(q k^T scale + mask) v (Vaswani et al., 2017), in tiles that keep no score (FlashAttention-2, Dao, 2023).
+"""Attention: softmax(q k^T scale + mask) v (Vaswani et al., 2017), in tiles that store no scores (FlashAttention-2, Dao, 2023).
 
 Shapes: b batch, s queries, t keys, h heads, d head dim. q is b s h d, k and v are b t kv d, kv dividing h (Ainslie et al., 2023),
 as projections leave them. The mask (1|b 1|h 1|s t) is boolean, true where a key is seen, or a bias to be added, with a gradient.
-The queries are the last s of the t positions; `causal` hides what lies behind each. `lengths_q` and `lengths_k` (n + 1 cumulative
+The queries are the last s of the t positions; `causal` hides what comes after each. `lengths_q` and `lengths_k` (n + 1 cumulative
 lengths, on the CPU) lay n sequences end to end in one row (b = 1): each sees itself alone, and the mask is indexed by the position
 within the sequence. A row that sees nothing gives zero. With a seed, probabilities are dropped: the one of row r of b h s and of
 key j has the number r * span + j, span being the longest sequence's keys rounded up to 128.
@@ -42,7 +42,7 @@ def reference(
 
 
 def one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, keep: Tensor | None, p: float) -> Tensor:
-    """Attention without packing; what is kept of the probabilities is known."""
+    """Attention without packing; which probabilities dropout keeps is given."""
     group = q.shape[2] // max(1, k.shape[2])
     q_, k_, v_ = (wide(x).transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     score = q_ @ k_.mT * scale
@@ -72,7 +72,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and of each row (2 b h s, fp32) its largest score and 1 over the sum of e^(score - that)."""
+    """The result, and for each row (2 b h s, fp32) its largest score and 1 over the sum of e^(score - that)."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     mask, lengths_q, lengths_k = (a.contiguous() if a is not None else None for a in (mask, lengths_q, lengths_k))
     out, stats = torch.empty_like(q), q.new_empty((2, q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -88,7 +88,7 @@ def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     scale: float, causal: bool, seed: Tensor | None, p: float, out: Tensor, stats: Tensor, grad: Tensor, wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the mask, in fp32."""
+    """The gradients of q, k, v and, if requested (otherwise empty), of the mask, in fp32."""
     q, k, v, grad = q.contiguous(), k.contiguous(), v.contiguous(), grad.contiguous()
     mask, lengths_q, lengths_k = (a.contiguous() if a is not None else None for a in (mask, lengths_q, lengths_k))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))

@@ -1,7 +1,8 @@
 """Dropout with an optional residual: residual + x * kept / (1 - p). Srivastava et al., 2014.
 
-What is kept is a function of the seed and the element's number alone, the same on every device (csrc/philox.h): Philox4x32 with 7
-rounds (Salmon et al., 2011), 16 bits an element. So a mask is never stored, and recompute replays it by having the same seed.
+Which elements are kept depends only on the seed and the element's number, and is the same on every device (csrc/philox.h):
+Philox4x32 with 7 rounds (Salmon et al., 2011), 16 bits per element. So no mask is ever stored, and recompute repeats it with the
+same seed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ def bits(n: int, seed: Tensor) -> Tensor:
 
 
 def multiply(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of m * x, in halves because int64 has a sign."""
+    """The high and the low 32 bits of m * x, in halves, because int64 is signed."""
     low, high = (x & 0xFFFF) * m, (x >> 16) * m
     high += low >> 16
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -48,7 +49,7 @@ def kept(shape: torch.Size, seed: Tensor, p: float) -> Tensor:
 
 
 def share(p: float) -> bool:
-    """Whether `p` is a probability: kernels take no other, and `threshold` refuses it."""
+    """Whether `p` is a probability: kernels take nothing else, and `threshold` refuses it."""
     return 0 <= p <= 1
 
 
@@ -60,7 +61,7 @@ def threshold(p: float) -> int:
 
 
 def factor(p: float) -> float:
-    """What an element that is kept is multiplied by."""
+    """The factor for elements that are kept."""
     left = 65536 - threshold(p)
     return 65536 / left if left else 0.0
 

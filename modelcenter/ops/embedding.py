@@ -1,8 +1,8 @@
 """Rows of a table by number: out[i] = table[ids[i]].
 
-`pad` is an id whose row is not trained by being read: it gets no gradient here. The gradient of a row is the sum over its tokens in
-their order, in fp32: the same bits every time, on CUDA too, where torch adds in whatever order the threads come. An id that the
-table does not have is a ValueError on the CPU; on CUDA, where nobody waits for the answer, its row is NaN and trains nothing.
+`pad` is an id whose row gets no gradient from being read. The gradient of a row is the sum over its tokens in order, in fp32: the
+same bits every time, on CUDA too, where torch adds in whatever order the threads come. An id outside the table is a ValueError on
+the CPU; on CUDA, where the host does not wait to check, its row is NaN and trains nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ def reference(ids: Tensor, table: Tensor, pad: int | None) -> Tensor:
 
 
 def untrained(out: Tensor, ids: Tensor, pad: int | None) -> Tensor:
-    """`out`, the rows at `ids`, with no gradient where the id is `pad`."""
+    """`out`, the rows at `ids`, without a gradient where the id is `pad`."""
     if pad is None or not torch.is_grad_enabled():
         return out
     # not F.embedding's padding_idx: of a table sharded by rows it would silence that row of every shard
@@ -55,7 +55,7 @@ def embedding_backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -
 
 def by_row(ids: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """The ids in rising order (int32: half the digits to sort by), the tokens in the order of their ids, and where those of each
-    row begin. An id that the table does not have is held at its end, not wrapped into it."""
+    row begin. An id outside the table is clamped to its ends, not wrapped around."""
     small, order = torch.sort(ids.clamp(-1, vocab).int(), stable=True)
     return small, order, torch.searchsorted(small, torch.arange(vocab + 1, dtype=torch.int32, device=ids.device))
 

@@ -1,9 +1,9 @@
-"""dropout(act(gate, up)) @ weight^T + bias, of which gate and up are kept, and nothing else of their size.
+"""dropout(act(gate, up)) @ weight^T + bias, which saves gate and up for the backward, and nothing else of their size.
 
-The gradient of the weight reads what is multiplied with it once more. The kernel that forms the gradients of gate and up has it
-in hand: it leaves it where its own gradient was, and those two where gate and up were. So a layer of three projections keeps two
-hidden tensors and not three, and its backward needs room for one (benchmarks/README.md has what that is of LLaMA-3B). Dropout
-costs no pass of its own: both kernels mask what they form.
+The gradient of the weight needs the activation once more. The kernel that computes the gradients of gate and up has it at hand: it
+writes it over the activation's own gradient, and those two over gate and up. So a layer of three projections saves two hidden
+tensors instead of three, and its backward needs room for one (benchmarks/README.md has the figure for LLaMA-3B). Dropout costs no
+extra pass: both kernels mask what they compute.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ from .linear import formed, narrowed, summed
 def gated_linear(
     act: Op, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
-    """linear(act(gate, up), weight, bias) of a gated activation, with dropout before the product where there is a seed. Gate and up
-    must be of no use to anybody else: so they are if matrix products have just made them, which keep their factors and not their
+    """linear(act(gate, up), weight, bias) for a gated activation, with dropout before the product if there is a seed. Nothing else
+    may use gate and up: this holds if matrix products have just made them, because these save their factors and not their
     results."""
     factors = (weight,) if bias is None else (weight, bias)
     fits = act.name in GATED and all(map(plain, (gate, up, *factors))) and unseen() and not transformed() and act.fast(gate)
@@ -40,12 +40,12 @@ def gated_linear(
 
 
 def writable(gate: Tensor, up: Tensor) -> bool:
-    """Whether a kernel may leave their gradients where they lie."""
+    """Whether a kernel may write their gradients over them."""
     return gate.shape == up.shape and all(x.is_contiguous() and (fake(x) or x.data_ptr() % 16 == 0) for x in (gate, up))
 
 
 class GatedLinear(torch.autograd.Function):
-    """Of a GPU, or what is treated as one."""
+    """The op on a GPU, or on what is treated as one."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
 """Layer norm: (x - mean) / sqrt(var + eps) * weight + bias over the last axis. Ba et al., 2016.
 
-`add_layer_norm` norms residual + dropout(x), and gives that total too. `dtype` is that of the norm, where it should not be x's or
-the residual's: under autocast the matrix products read it in half precision, and a pass is saved by writing it so. Without a bias
-(None) the reference computes.
+`add_layer_norm` normalises residual + dropout(x), and returns that total too. `dtype` is that of the norm, if it should not be that
+of x or of the residual: under autocast the matrix products read it in half precision, and writing it so saves a pass. Without a
+bias (None) the reference runs.
 """
 
 from collections.abc import Iterator, Sequence

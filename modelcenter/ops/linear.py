@@ -1,20 +1,21 @@
-"""x @ weight^T + bias, in the arithmetic that the device is good at.
+"""x @ weight^T + bias, in the arithmetic that the device is fast at.
 
-torch's product of bf16 or fp16 matrices is 5 to 50 times slower than fp32's on a CPU without matrix units for them (measured:
-51 and 17 against 256 GFLOP/s on two cores with AVX-512 alone). There the product is formed in fp32 and rounded once: the same or
-a better result, because the weights of a mixed-precision run are then not rounded at all. Not so a token or a few in generation.
+torch's product of bf16 or fp16 matrices is 5 to 50 times slower than fp32's on a CPU without matrix units for them (measured: 51
+and 17 against 256 GFLOP/s on two cores with AVX-512 alone). There the product is computed in fp32 and rounded once: the result is
+the same or better, because the weights of a mixed-precision run are then not rounded at all. One or a few tokens in generation are
+an exception.
 
-On a GPU the product is torch's, and the gradients of weight and bias are formed by products whose sums leave them in the
-parameter's own dtype: in fp32 under autocast, neither rounded on the way nor cast in a pass of their own. torch adds up the rows of
-a bias' gradient at a third of the memory's rate, a product with ones at all of it (16384 x 1600, one H200: 41 and 18 microseconds).
+On a GPU the product is torch's, and the gradients of weight and bias are computed by products that write their sums in the
+parameter's own dtype: in fp32 under autocast, neither rounded in between nor cast in an extra pass. torch sums the rows of a bias's
+gradient at a third of the memory bandwidth, a product with ones at all of it (16384 x 1600, one H200: 41 and 18 microseconds).
 
-The gradient of what several weights are multiplied with is a sum of products. Each is added to the sum as it is formed, which reads
-the sum once more; an addition of its own would read two tensors and write a third. relu of a product is done before the product
-leaves the chip (16384 x 1024 x 4096, one H200: 232 microseconds, and 285 with a pass of its own).
+If x is multiplied by several weights, its gradient is a sum of products. Each is added to the sum as it is computed, which reads
+the sum once more; a separate addition would read two tensors and write a third. relu is applied before the product leaves the chip
+(16384 x 1024 x 4096, one H200: 232 microseconds, and 285 with an extra pass).
 
-fp32 weights are rounded anew in every forward, so that whatever has changed them meanwhile is seen: those of a block by one call
-(`rounded`), for few and small ones leave most of the chip without work (one H200, three of 1024 x 1024: 18 microseconds, a quarter
-of the memory's rate; the copies of a step of T5-large 3.4 ms layer by layer, and 1.7).
+fp32 weights are rounded anew in every forward, so that all changes to them are seen: those of a block by one call (`rounded`),
+because a few small ones leave most of the chip idle (one H200, three of 1024 x 1024: 18 microseconds, a quarter of the memory's
+rate; the copies of a step of T5-large 3.4 ms layer by layer, and 1.7).
 """
 
 import threading
@@ -46,7 +47,7 @@ def has_low_units(dtype: torch.dtype) -> bool:
 
 
 def low_dtype(x: Tensor) -> torch.dtype | None:
-    """The low precision that a product with `x` would be formed in on a CPU without units for it; None anywhere else."""
+    """The low precision in which a product with `x` would be computed on a CPU without units for it; otherwise None."""
     if x.device.type != "cpu" or on_gpu(x):
         return None
     low = autocast_dtype(x.device) or x.dtype
@@ -54,12 +55,12 @@ def low_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (.. in), weight (out in), bias (out): .. out, in the dtype F.linear would give, autocast included."""
+    """x (.. in), weight (out in), bias (out): .. out, in the dtype that F.linear would return, autocast included."""
     return linears(x, (weight,), (bias,))[0]
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """`linear` of x by each weight and its bias. On a GPU it is one op, and the gradient of x is added up within the products."""
+    """`linear` of x with each weight and its bias. On a GPU it is one op, and the gradient of x is summed within the products."""
     if not all(map(plain, (x, *weights))) or torch.compiler.is_compiling() or transformed():
         return tuple(map(partial(F.linear, x), weights, biases))
     if (low := low_dtype(x)) is not None and not few(x, weights, low):
@@ -72,15 +73,15 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def few(x: Tensor, weights: Sequence[Tensor], low: torch.dtype) -> bool:
-    """Whether so few rows are multiplied, and nobody asks for a gradient, that a product is done when its weight has been read: in
-    low precision that is half of the bytes, and no copy of it is made. One row by 3072 x 768: 0.24 ms, and 1.3 in fp32; four 0.8,
-    and 1.7; eight are no faster (one core of an EPYC, oneDNN kept from its bf16 units, 2026-11-21)."""
+    """Whether so few rows are multiplied, without a gradient, that a product takes as long as reading its weight: in low precision
+    that is half the bytes, and no copy of it is made. One row by 3072 x 768: 0.24 ms, and 1.3 in fp32; four 0.8, and 1.7; eight are
+    no faster (one core of an EPYC, oneDNN kept from its bf16 units, 2026-11-21)."""
     return x.numel() <= FEW * x.size(-1) and not torch.is_grad_enabled() and all(t.dtype == low for t in (x, *weights))
 
 
 def rectified(x: Tensor, weight: Tensor, seed: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """relu(x weight^T) of x (.. in) and weight (out in): .. out, with dropout where there is a seed. On a GPU, in training, relu is
-    part of the product, and dropout's backward of the next ones."""
+    """relu(x weight^T) for x (.. in) and weight (out in): .. out, with dropout if there is a seed. On a GPU, in training, relu is
+    part of the product, and dropout's backward is part of the next products."""
     seen = not all(map(plain, (x, weight))) or torch.compiler.is_compiling() or transformed()
     out: Tensor
     if seen or (low := trained_low(x, (weight,))) is None:
@@ -92,7 +93,7 @@ def rectified(x: Tensor, weight: Tensor, seed: Tensor | None = None, p: float = 
 
 
 def trained_low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
-    """The low precision of products on a GPU if a weight will have a gradient, or x one of several products; else None."""
+    """The low precision of products on a GPU if a weight gets a gradient, or x one from several products; otherwise None."""
     if not (on_gpu(x) and torch.is_grad_enabled()):
         return None
     if not any(w.requires_grad for w in weights) and not (len(weights) > 1 and x.requires_grad):
@@ -103,7 +104,7 @@ def trained_low(x: Tensor, weights: Sequence[Tensor]) -> torch.dtype | None:
 
 
 class Wide(torch.autograd.Function):
-    """The product in fp32; what is kept for the backward is in the low precision."""
+    """The product in fp32; what is saved for the backward is in the low precision."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: torch.dtype) -> Tensor:
@@ -126,7 +127,7 @@ class Wide(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """Products of x in low precision, as torch has them; each gradient is in the dtype of what it is of."""
+    """Products of x in low precision, as torch computes them; each gradient has the dtype of its tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: torch.dtype, *factors: Tensor | None) -> tuple[Tensor, ...]:
@@ -179,8 +180,8 @@ class Summed(torch.autograd.Function):
 
 
 class Rectified(torch.autograd.Function):
-    """relu of a product in low precision, and dropout of that. The result, which the next layer keeps anyway, is above zero where a
-    number was and is kept: what the slope is read off, all but dropout's factor, which is left to the products."""
+    """relu of a product in low precision, followed by dropout. The result, which the next layer saves anyway, is above zero where
+    the product was and dropout kept it: this gives the derivative, except for dropout's factor, which is left to the products."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: torch.dtype, weight: Tensor, seed: Tensor | None, p: float) -> Tensor:
@@ -210,9 +211,9 @@ class Rectified(torch.autograd.Function):
 
 
 def unrounded(ctx: Any, *kept: Tensor | None) -> None:
-    """In a backward whose own gradient is wanted: `kept`, the factors that it reads, one of an argument, are those arguments, or
-    want no gradient. What was rounded has lost its way to what it was made of: autograd would take it for a constant, and the
-    second derivative would be a wrong number."""
+    """In a backward that will itself be differentiated: require that `kept`, the saved factors, one per argument, are those
+    arguments, or need no gradient. A rounded copy has lost its connection to the original: autograd would take it for a constant,
+    and the second derivative would be a wrong number."""
     if torch.is_grad_enabled():
         for factor, kind, wanted in zip(kept, ctx.kinds, ctx.needs_input_grad, strict=False):
             if wanted and factor is not None and factor.dtype != kind:
@@ -220,7 +221,7 @@ def unrounded(ctx: Any, *kept: Tensor | None) -> None:
 
 
 def formed(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
-    """x weight^T + bias, in their dtype, and relu of it."""
+    """x weight^T + bias, in their dtype, with relu if asked for."""
     rows, turned = x.reshape(-1, x.size(-1)), weight.t()
     if not relu:
         return F.linear(x, weight, bias)
@@ -229,13 +230,13 @@ def formed(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -
 
 
 class Rounded(threading.local):
-    """Copies in low precision of the weights and biases of the block that is at work, each with the version of what it is of."""
+    """Copies in low precision of the weights and biases of the current block, each with the version of its original."""
 
     def __init__(self) -> None:
         self.copies: dict[Tensor, tuple[int, Tensor]] = {}
 
     def of(self, factor: Tensor, low: torch.dtype) -> Tensor | None:
-        """`factor` itself if it is in that precision, or a copy that is right; else None."""
+        """`factor` itself if it is in that precision, or an up-to-date copy; otherwise None."""
         if factor.dtype == low:
             return factor
         version, copy = self.copies.get(factor, (-1, factor))
@@ -247,7 +248,7 @@ HERE = Rounded()
 
 @contextmanager
 def rounded(factors: Sequence[Tensor], low: torch.dtype) -> Iterator[None]:
-    """While it lasts, products in the low precision find these weights and biases rounded: by one call, now."""
+    """A context in which products in the low precision find these weights and biases rounded: one call rounds them at its start."""
     before = HERE.copies
     HERE.copies = {f: (f._version, copy) for f, copy in zip(factors, lowered(factors, low), strict=True)}
     try:
@@ -258,7 +259,7 @@ def rounded(factors: Sequence[Tensor], low: torch.dtype) -> Iterator[None]:
 
 @torch.no_grad()
 def lowered(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
-    """Each in the low precision; those that are not yet, by one call."""
+    """Each tensor in the low precision; one call rounds those that are not yet."""
     found = [HERE.of(f, low) for f in factors]
     wide = [f for f, known in zip(factors, found, strict=True) if known is None]
     made = side_by_side(wide, low) if len(wide) > 1 else [f.to(low) for f in wide]
@@ -269,7 +270,8 @@ def lowered(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
 
 
 def side_by_side(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
-    """Memory for each in the low precision, of one device: matrices first, so that those of one input are one matrix (`joined`)."""
+    """Memory for each tensor in the low precision, on one device: matrices first, so that those of the same input form one matrix
+    (`joined`)."""
     order = sorted(range(len(factors)), key=lambda i: -factors[i].dim())
     sizes = [-(-factors[i].numel() // APART) * APART for i in order]
     pieces = factors[0].new_empty(sum(sizes), dtype=low).split(sizes)
@@ -278,8 +280,8 @@ def side_by_side(factors: Sequence[Tensor], low: torch.dtype) -> list[Tensor]:
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
-    """The matrix whose rows (`dim` 0) or columns (1) those of `parts` are, where they lie so in memory; None where they do not, or
-    a graph of it is wanted."""
+    """The matrix whose rows (`dim` 0) or columns (1) are those of `parts`, if they lie so in memory; None if they do not, or if a
+    graph of it is needed."""
     first = parts[0]
     if len(parts) < 2 or torch.is_grad_enabled() or any(fake(p) or p.is_meta for p in parts):
         return None
@@ -293,20 +295,20 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
 
 
 def laid(parts: Sequence[Tensor]) -> Tensor | None:
-    """A copy of `parts` as the columns of one matrix, where that costs less than products with each; None where it does not.
-    cuDNN's attention, which drops, leaves the gradients of q, k and v apart (4096 x 768, one H200: 86 microseconds, 65 so)."""
+    """A copy of `parts` as the columns of one matrix, if that costs less than a product with each; otherwise None. cuDNN's
+    attention, which drops, leaves the gradients of q, k and v apart (4096 x 768, one H200: 86 microseconds, 65 so)."""
     small = len(parts) > 2 and sum(p.numel() * p.element_size() for p in parts) <= BESIDE
     return torch.cat(list(parts), 1) if small and len({p.dtype for p in parts}) == 1 else None
 
 
 def narrowed(factors: Sequence[Tensor | None], low: torch.dtype) -> tuple[Tensor | None, ...]:
-    """`lowered`, of factors some of which may be missing."""
+    """`lowered`, for factors some of which may be missing."""
     found = iter(lowered([f for f in factors if f is not None], low))
     return tuple(None if f is None else next(found) for f in factors)
 
 
 def summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, alpha: float = 1.0) -> Tensor:
-    """The sum of a @ b * alpha (n m) over the pairs, formed in their dtype or in fp32."""
+    """The sum of a @ b * alpha (n m) over the pairs, computed in their dtype or in fp32."""
     if torch.is_grad_enabled():  # a graph of it is wanted, which a product into a given tensor does not have
         return reduce(torch.add, ((a @ b).to(dtype) for a, b in pairs)) * alpha
     (a, b), *_ = pairs
@@ -317,7 +319,7 @@ def summed(pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, alpha: fl
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0) -> None:
-    """out = out * beta + a @ b * alpha. Autocast has no part in products into a given tensor."""
+    """out = out * beta + a @ b * alpha. Autocast does not affect products into a given tensor."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     elif on_gpu(out):

@@ -1,15 +1,15 @@
-"""The cross entropy of x @ weight^T * scale + bias, without ever holding those logits whole.
+"""The cross entropy of x @ weight^T * scale + bias, without ever holding all of those logits.
 
-A chunk of rows at a time: its logits are formed, turned into their own gradient in place (csrc/cross_entropy), and multiplied into
-the gradients of x and of the weight at once, in the forward; so nothing is computed twice and nothing of the size of the logits is
-kept (Hsu et al., 2024: "Liger Kernel"). The backward only multiplies by the gradient of the loss: in place, in fp32, and where that
-is 1 without touching memory; the device alone knows its value. Labels as in ops/cross_entropy.
+One chunk of rows at a time, its logits are computed, turned into their own gradient in place (csrc/cross_entropy), and multiplied
+into the gradients of x and of the weight, all in the forward; so nothing is computed twice and nothing of the size of the logits is
+saved (Hsu et al., 2024: "Liger Kernel"). The backward only multiplies by the gradient of the loss: in place, in fp32, and if that
+is 1 without touching memory; only the device knows its value. Labels as in ops/cross_entropy.
 
-Gradients: of those inputs that want one. That of the weight is summed over the chunks in fp32, which costs a bf16 weight on CUDA
-up to 128 MB more (GPT-2's: 77). A larger one, as that of a vocabulary of 131072 x 4096 (1.1 GB more), is rounded after each chunk:
-with 4 chunks 1.5 times, with 8 chunks 1.9 times the error of one product. In fp16 the gradient of the logits is held 256 times too
-large, or the small probabilities of a large vocabulary vanish. Under autocast the products are formed in its dtype, and a weight
-is cast once for all chunks; on a CPU without units for low precision they are formed in fp32.
+Only inputs that need a gradient get one. That of the weight is summed over the chunks in fp32, which costs up to 128 MB more for a
+bf16 weight on CUDA (77 for GPT-2's). A larger one, such as that of a vocabulary of 131072 x 4096 (1.1 GB more), is rounded after
+each chunk: the error is 1.5 times that of one product with 4 chunks, and 1.9 times with 8. In fp16 the gradient of the logits is
+stored multiplied by 256, as the small probabilities of a large vocabulary would vanish otherwise. Under autocast the products are
+computed in its dtype, and a weight is cast once for all chunks; on a CPU without units for low precision they are computed in fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ FEWEST = 1024  # rows of a chunk on CUDA: with each the sum of the weight's grad
 
 
 def chunked(scores: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, smoothing: float, z: float) -> Tensor:
-    """The summed loss of scores(x) (n vocab), a chunk of rows at a time and each again in the backward."""
+    """The summed loss of scores(x) (n vocab), computed a chunk of rows at a time, and each chunk again in the backward."""
 
     def part(x: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(scores(x), labels, smoothing, z)  # type: ignore[no-any-return]  # an op is called as Any
@@ -49,7 +49,7 @@ def chunked(scores: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, smoot
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, smoothing: float = 0.0,
               z: float = 0.0, grads: int = 7, dtype: torch.dtype | None = None) -> Tensor:
-    """What `grads` says is a matter of speed, and not of this one's."""
+    """`grads` only affects speed, and has no effect here."""
     formed_in_fp32 = not torch.compiler.is_compiling() and formed_in(x, dtype) != (dtype or x.dtype)
     if formed_in_fp32:  # a compiler makes products of its own, those of the layers before among them
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
@@ -62,7 +62,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, sc
 
 
 def formed_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of products with x, for which autocast has `dtype`: fp32 on a CPU without units for a low one."""
+    """The dtype of products with x, if autocast's is `dtype`: fp32 on a CPU without units for low precision."""
     kind = dtype or x.dtype
     here = x.device.type == "cpu" and not on_gpu(x) and x.dtype != torch.float64
     return torch.float32 if here and kind in LOW and not has_low_units(kind) else kind
@@ -74,8 +74,8 @@ def linear_cross_entropy_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, smoothing: float = 0.0, z: float = 0.0,
     grads: int = 7, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and the gradients of x, weight and bias for a gradient of 1; one that is not in `grads` is empty. A gradient may be
-    wider than what it is of."""
+    """The loss and the gradients of x, weight and bias for a gradient of 1; those not in `grads` are empty. A gradient may have a
+    wider dtype than its tensor."""
     cuda, vocab = on_gpu(x), weight.size(0)
     kind = formed_in(x, dtype)
     own = kind if cuda else torch.float32  # the dtype of dx: on a CPU memory is not worth a rounding
@@ -126,35 +126,36 @@ def linear_cross_entropy_forward(
 
 
 def rows_of_a_chunk(x: Tensor, vocab: int, kind: torch.dtype) -> tuple[int, int]:
-    """Rows of logits held at a time, and the elements from one to the next: so many that every row is aligned for the matrix units,
-    which an odd vocabulary is not."""
+    """How many rows of logits are held at a time, and how many elements apart they begin: so many that every row is aligned for the
+    matrix units, which with an odd vocabulary it would not be."""
     stride = -(-vocab // 64) * 64
     rows = max(FEWEST, BYTES["cuda"] // (stride * 2)) if on_gpu(x) else max(1, BYTES["cpu"] // (stride * kind.itemsize))
     return rows // 128 * 128 or rows, stride
 
 
 def summed_in(weight: Tensor, kind: torch.dtype, several: bool) -> torch.dtype:
-    """What holds the gradient of the weight, the sum of one product a chunk or of `several`."""
+    """The dtype of the gradient of the weight, the sum of one product per chunk or of `several`."""
     if not on_gpu(weight) or not weight.dtype == kind == torch.bfloat16:
         return torch.float32
     return torch.float32 if several and weight.numel() * 4 <= BYTES["cuda"] else torch.bfloat16
 
 
 def even_pieces(vocab: int) -> list[slice]:
-    """The vocabulary as what is left over from a multiple of 8, and that: on an H200 products with GPT-2's 50257 columns take eight
-    times as long as with 50256. The small piece comes first, so that adding it to the gradient of x rounds nothing large."""
+    """The vocabulary split into the remainder beyond a multiple of 8, and that multiple: on an H200 products with GPT-2's 50257
+    columns take eight times as long as with 50256. The small piece comes first, so that adding it to the gradient of x rounds
+    nothing large."""
     even = vocab // 8 * 8
     return [slice(even, vocab), slice(0, even)] if 1024 <= even < vocab else [slice(0, vocab)]
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, or a copy of it that begins where the matrix units want it: on a GPU a misaligned one costs five times the product."""
+    """`x`, or a copy that is aligned for the matrix units: on a GPU a product with a misaligned one takes five times as long."""
     return x.clone() if x.is_cuda and not fake(x) and x.data_ptr() % 16 else x
 
 
 @raw("(Tensor x, Tensor factor) -> Tensor")
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x * factor (fp32, no dimensions), formed in fp32. torch would round the factor to x's dtype first."""
+    """x * factor (fp32, no dimensions), computed in fp32. torch would round the factor to x's dtype first."""
     out = x.clone()
     call("scale", out, factor)
     return out
@@ -188,7 +189,7 @@ def backward(grad: Tensor, dx: Tensor, dweight: Tensor, dbias: Tensor, grads: in
 
 def takes(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float = 1.0, smoothing: float = 0.0,
           z: float = 0.0, grads: int = 7, dtype: torch.dtype | None = None) -> bool:
-    """Whatever else torch's would take goes there, and so does what it refuses."""
+    """Other calls go to torch's function, which runs or refuses them."""
     same = dtype is not None or (x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype))
     shaped = x.dim() == weight.dim() == 2 and x.size(1) == weight.size(1) and labels.shape == x.shape[:1] and weight.size(0) > 0
     fits = same and shaped and 0 <= smoothing <= 1

@@ -6,16 +6,16 @@ NF4 (Dettmers et al., 2023, "QLoRA", appendix E): 16 levels, the quantiles of a 
 a row. Two codes a byte, the earlier weight in the high half; where rows are a multiple of 64 long these are bitsandbytes' bytes.
 4.5 bits a weight. Groups end with their row, so a matrix can be cut by rows anywhere, and by columns at multiples of 64.
 
-int8 (Dettmers et al., 2022, "LLM.int8()"): the levels q / 127, -127 <= q <= 127, a scale for every row. Finer scales gain 8 bits
-little, and one for a row leaves the sum of a product as it is: it is multiplied by the scale at the end.
+int8 (Dettmers et al., 2022, "LLM.int8()"): the levels q / 127, -127 <= q <= 127, a scale for every row. Finer scales help 8 bits
+little, and with one scale per row the sum of a product needs only be multiplied by it at the end.
 
-A code is that of the nearest level; a tie takes the lower level (NF4) or the even code (int8). A group whose scale would be below
-2^-119 is all zeros. A group with a NaN or an infinity has that as its scale and no finite weight. Quantising what was dequantised
-to fp32, or to the dtype that the weights had, gives the same codes and scales.
+The code is that of the nearest level; a tie goes to the lower level (NF4) or the even code (int8). A group whose scale would be
+below 2^-119 is all zeros. A group with a NaN or an infinity has that as its scale and no finite weight. Weights that were
+dequantised to fp32, or to their original dtype, quantise to the same codes and scales.
 
-A product with up to 8 rows (decoding) reads the codes alone, a quarter or a half of the bytes of a bf16 weight, and rounds no
-weight. Any other dequantises the weight into a buffer, once in the forward and once in the backward, and multiplies with torch's:
-the extra memory is that of one weight in the dtype of the product, for as long as the product takes.
+A product with up to 8 rows (decoding) reads only the codes, a quarter or a half of the bytes of a bf16 weight, and rounds no
+weight. Any other product dequantises the weight into a buffer, once in the forward and once in the backward, and multiplies with
+torch's product: the extra memory is that of one weight in the dtype of the product, for as long as the product takes.
 """
 
 import math
@@ -44,7 +44,7 @@ FEW = 8  # rows of activations for which the codes are read in the product itsel
 
 
 def steps(like: Tensor) -> Tensor:
-    """127 where `like` is: by a number of Python's torch multiplies on CUDA, by a reciprocal that is rounded."""
+    """127 on the device of `like`: to divide by a Python number, torch on CUDA multiplies by its rounded reciprocal."""
     return torch.full((), 127.0, dtype=like.dtype, device=like.device)
 
 
@@ -157,17 +157,17 @@ def linear_int8_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor
 
 
 def unrounded(x: Tensor) -> torch.dtype:
-    """What the references multiply `x` in: few rows in at least fp32, as the kernels that read the codes do."""
+    """The dtype in which the references multiply `x`: few rows in at least fp32, as in the kernels that read the codes."""
     return torch.promote_types(x.dtype, torch.float32) if math.prod(x.shape[:-1]) <= FEW else product_dtype(x)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What to multiply `x` in: fp32 on a CPU without units for lower precision, else its own dtype."""
+    """The dtype in which to multiply `x`: fp32 on a CPU without units for lower precision, otherwise its own."""
     return torch.float32 if x.dtype in LOW and x.device.type == "cpu" and not has_low_units(x.dtype) else x.dtype
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight^T + bias in the dtype of the weight and the result in that of x, whatever autocast would have."""
+    """x @ weight^T + bias, computed in the dtype of the weight and returned in that of x, whatever autocast says."""
     with without_autocast(x.device):
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).to(x.dtype)
 

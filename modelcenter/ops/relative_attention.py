@@ -1,20 +1,20 @@
-"""Attention with a bias for each distance: softmax(q k^T scale + bias[key - query]) v, and the bias' gradient, in tiles that keep
-no score (FlashAttention-2, Dao, 2023). T5's learned buckets (Raffel et al., 2019), ALiBi (Press et al., 2021) and CPM-Ant's, which
-has a soft prompt before each text, are such biases.
+"""Attention with a bias for each distance: softmax(q k^T scale + bias[key - query]) v, and the gradient of the bias, in tiles that
+store no scores (FlashAttention-2, Dao, 2023). T5's learned buckets (Raffel et al., 2019), ALiBi (Press et al., 2021) and CPM-Ant's,
+which has a soft prompt before each text, are such biases.
 
 Shapes: b batch, s queries, t keys, h heads, d head dim. q is b s h d, k and v are b t h d, as projections leave them. The queries
-are the last s of the t positions, and `causal` hides what lies behind each. `bias` (h by longest_q + longest_k - 1) has at key -
-query + longest_k - 1, positions so counted, what is added to that score. `seen` (b t, bool): keys that are there. `lengths_q` and
-`lengths_k` (n + 1 cumulative lengths from 0 to s and to t, int32, on the device of q) lay n sequences end to end in one row
-(b = 1): each sees itself alone; `longest_q` and `longest_k` are the longest ones' lengths, and s and t where there are no lengths.
-`context` (b by the sequences of a row, int32, on the device of q): under `causal` all queries of a sequence see so many of its
-first keys. `prompt`: the first so many positions of every sequence are a segment of their own; `bias` then has two more numbers a
-head, for a query of the prompt and a key behind it, and for the other way round, whatever the distance.
-`reach`: what is further than this, either way, has the number of this distance, whose gradient is that of all these, and no other
-is read (0: all are). T5's buckets end there; tiles of scores that lie beyond cost about what they cost without a bias.
-A row that sees nothing gives zero. With a seed, probabilities are dropped, numbered as attention.py says.
+are the last s of the t positions, and `causal` hides what comes after each. `bias` (h by longest_q + longest_k - 1) holds what is
+added to the score of a query and a key at index key - query + longest_k - 1, in these positions. `seen` (b t, bool): keys that
+exist. `lengths_q` and `lengths_k` (n + 1 cumulative lengths from 0 to s and to t, int32, on the device of q) lay n sequences end to
+end in one row (b = 1): each sees only itself; `longest_q` and `longest_k` are the longest ones' lengths, or s and t without
+lengths. `context` (b by the sequences of a row, int32, on the device of q): with `causal`, all queries of a sequence see this many
+of its first keys. `prompt`: this many first positions of every sequence are a segment of their own; `bias` then has two more
+numbers per head, for a query in the prompt and a key after it, and for the reverse, whatever the distance. `reach`: all greater
+distances, in either direction, use the bias of this distance, which gets the gradients of all of them; no bias beyond it is read
+(0: all are). T5's buckets end there; tiles of scores beyond it cost about as much as without a bias. A row that sees nothing gives
+zero. With a seed, probabilities are dropped, numbered as in attention.py.
 
-On a GPU memory grows as s + t: the backward has beside the gradients one number a row and at most PARTS vectors a head.
+On a GPU memory grows as s + t: besides the gradients, the backward holds one number per row and at most PARTS vectors per head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ TURING = 64  # channels of a head that fit into the shared memory of chips befor
 
 
 def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Tensor:
-    """The bias of each query and key (h s t): its row of query s - 1 - i begins i further on."""
+    """The bias of each query and key (h s t): the row of query s - 1 - i begins i elements further on."""
     if not s:
         return bias[:, :0, None].expand(-1, 0, t)
     if torch.compiler.is_exporting():  # `unfold` would make t a number
@@ -52,20 +52,20 @@ def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Ten
 
 
 def edges(longest_q: int, longest_k: int, reach: int) -> tuple[int, int]:
-    """The first and the last number of the bias that are read, and are also those of all that is further."""
+    """The indices of the first and the last number of the bias that are read; these also count for everything further away."""
     middle, last = longest_k - 1, max(0, longest_q + longest_k - 1) - 1
     return (max(0, middle - reach), min(last, middle + reach)) if reach else (0, last)
 
 
 def within(bias: Tensor, longest_q: int, longest_k: int, reach: int) -> Tensor:
-    """The bias with the same number wherever it is further than `reach`."""
+    """The bias, with the same number at all distances beyond `reach`."""
     low, high = edges(longest_q, longest_k, reach)
     at, count = torch.arange(bias.shape[1], device=bias.device), longest_q + longest_k - 1
     return bias[:, torch.where(at < count, at.clamp(low, high), at)] if reach and count > 0 else bias
 
 
 def past(s: int, t: int, context: Tensor, device: torch.device) -> Tensor:
-    """Which keys the last s of t positions see (b 1 s t): those before them, and the `context`'s (b)."""
+    """Which keys the last s of t positions see (b 1 s t): those up to themselves, and those of the `context` (b)."""
     at = torch.arange(t, device=device)
     behind = at <= torch.arange(t - s, t, device=device)[:, None]
     return (behind | (at < context[:, None, None]))[:, None]
@@ -107,7 +107,7 @@ def dense(*args: Tensor | None) -> list[Tensor | None]:
 
 
 def packs(*args: Tensor) -> list[Tensor]:
-    """As the kernels read them, 16 bytes at a time."""
+    """The tensors as the kernels read them, 16 bytes at a time."""
     return [a if fake(a) or a.data_ptr() % 16 == 0 else a.clone() for a in (a.contiguous() for a in args)]
 
 
@@ -131,8 +131,8 @@ def relative_attention_backward(
     seed: Tensor | None, p: float,
     out: Tensor, lse: Tensor, grad: Tensor, wanted: bool, beside: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v and, where it is wanted (it is empty otherwise), of the bias. `beside`: those of as many queries
-    as keys lie side by side in memory, row by row, so that what they came from takes them as one matrix (ops/linear.py)."""
+    """The gradients of q, k, v and, if requested (otherwise empty), of the bias. `beside`: with as many queries as keys, the first
+    three lie side by side in memory, row by row, so that the products before them can read them as one matrix (ops/linear.py)."""
     q, k, v, grad = packs(q, k, v, grad)
     given = dense(bias, seen, lengths_q, lengths_k, context)
     inner, whole = torch.empty_like(lse), None
@@ -180,8 +180,8 @@ def covers(q: Tensor) -> bool:
 
 
 def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
-    """What multiplies packed sequences without a bias (b h s|t d, halves) soonest on their GPU: `ours` or torch's `flash`; `none`
-    where neither can. Ours drops too, and is ahead of flash on Hopper (benchmarks/README.md)."""
+    """The fastest attention for packed sequences without a bias (b h s|t d, half precision) on their GPU: `ours` or torch's
+    `flash`; `none` if neither can. Ours also does dropout, and is faster than flash on Hopper (benchmarks/README.md)."""
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
         return "none"
     index, d = q.get_device(), q.shape[3]
@@ -191,9 +191,9 @@ def packed_by(q: Tensor, k: Tensor, v: Tensor, p: float) -> str:
 
 
 def sooner(q: Tensor, k: Tensor, v: Tensor, causal: bool, p: float) -> bool:
-    """Whether ours trains at least as soon as the kernel that torch takes, whose backward adds up in another order each time, where
-    no bias is added: on Hopper, of around 512 queries (b h s d) to all keys (b h t d), and of up to 1024 to those before them,
-    where there are two heads of a sequence for every multiprocessor (benchmarks/README.md)."""
+    """Whether, without a bias, ours trains at least as fast as the kernel that torch chooses, whose backward sums in a different
+    order each time: on Hopper, with around 512 queries (b h s d) to all keys (b h t d), or up to 1024 to those before them, if
+    there are two heads of a sequence for every multiprocessor (benchmarks/README.md)."""
     trains = torch.is_grad_enabled() and q.requires_grad
     if p or not trains or not q.is_cuda or not covers(q) or not q.dtype == k.dtype == v.dtype:
         return False

@@ -1,6 +1,6 @@
 """RMS norm: x / sqrt(mean(x^2) + eps) * weight over the last axis. Zhang & Sennrich, 2019.
 
-`add_rms_norm` norms residual + dropout(x), and gives that total too. `dtype` is that of the norm, as for layer_norm.
+`add_rms_norm` normalises residual + dropout(x), and returns that total too. `dtype` is that of the norm, as for layer_norm.
 """
 
 from collections.abc import Iterator, Sequence

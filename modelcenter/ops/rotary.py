@@ -1,8 +1,8 @@
 """Rotary position: rotate pairs of channels by the position's angles. Su et al., 2021 (RoFormer), section 3.4.
 
-x is b s h d, as a projection leaves it. `cos` and `sin` hold one angle a pair (1|b s 1 r/2, at least fp32); the first r of d
-channels rotate, the rest pass. Pairs are (i, i + r/2) in the half layout (LLaMA) and (2i, 2i + 1) in the interleaved one (GPT-J).
-The gradient is rotated back.
+x is b s h d, as a projection leaves it. `cos` and `sin` hold one angle per pair (1|b s 1 r/2, at least fp32); the first r of d
+channels rotate, the rest stay as they are. Pairs are (i, i + r/2) in the half layout (LLaMA) and (2i, 2i + 1) in the interleaved
+one (GPT-J). The gradient is rotated back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def apart(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second of every pair."""
+    """The first and the second channel of every pair."""
     turn = wide(x[..., : 2 * pairs])
     return (turn[..., 0::2], turn[..., 1::2]) if interleaved else (turn[..., :pairs], turn[..., pairs:])
 
@@ -67,8 +67,8 @@ def takes(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> bool:
 
 
 def rotary_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """`rotary`, in the memory of x where that can be: x must be of no use to anybody else. So it is if a matrix product has just
-    made it, for that keeps its factors and not its result."""
+    """`rotary`, in the memory of x if possible: nothing else may use x. This holds if a matrix product has just made it, because
+    that saves its factors and not its result."""
     kernel = rotary.kernel
     assert kernel is not None
     fits = plain(x) and plain(cos) and plain(sin) and unseen() and rotary.fast(x) and takes(x, cos, sin, interleaved)
@@ -80,8 +80,8 @@ def rotary_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class InPlace(torch.autograd.Function):
-    """To autograd an op as any other, whose result happens to lie where its input lay. Nothing is marked as changed: what makes a
-    projection is often a view, of which autograd would copy the whole to keep track."""
+    """To autograd an ordinary op, whose result happens to share memory with its input. Nothing is marked as modified: a projection
+    is often a view, and autograd would copy the whole tensor to keep track."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

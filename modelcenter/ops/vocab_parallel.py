@@ -1,9 +1,9 @@
-"""The loss of ops/linear_cross_entropy where each process has some rows of the weight: no logits leave the process that made them.
+"""The loss of ops/linear_cross_entropy if each process has some rows of the weight: no logits leave the process that computed them.
 
-For a row of logits processes exchange its largest, then three sums: of exp(logit - largest), of the label's logit, which one of
-them has, and, with smoothing, of all logits (Shoeybi et al., 2019, "Megatron-LM", section 3). As in that file, logits are formed
-a chunk of rows at a time and turned into the gradients of x and of the own rows at once; that of x is summed over the processes at
-the end.
+For each row of logits, processes exchange its largest, then three sums: of exp(logit - largest), of the label's logit, which one of
+them has, and, with smoothing, of all logits (Shoeybi et al., 2019, "Megatron-LM", section 3). As in that file, logits are computed
+a chunk of rows at a time, and turned at once into the gradients of x and of this process's rows; that of x is summed over the
+processes at the end.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .linear_cross_entropy import rows_of_a_chunk
 
 
 def split(weight: Tensor) -> bool:
-    """Whether processes have rows of `weight` each, and all of them the same number."""
+    """Whether each process has rows of `weight`, all of them the same number."""
     if part(weight):
         return True
     cut: Any = weight
@@ -33,8 +33,8 @@ def split(weight: Tensor) -> bool:
 def vocab_parallel_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, vocab: int, scale: float = 1.0,
                                  smoothing: float = 0.0, z: float = 0.0) -> Tensor:
     """The sum over labels (n) that are not `IGNORE` of the cross entropy of x @ weight^T * scale + bias. x (n dim) is the same on
-    all processes; weight (rows dim) and bias (rows) are DTensors that are `split`, their rows from `vocab` on no words. As
-    linear_cross_entropy in all else: a label that is neither a word nor `IGNORE` is a ValueError on the CPU and a loss of NaN
+    all processes; weight (rows dim) and bias (rows) are DTensors that are `split`; their rows from `vocab` on are not words.
+    Otherwise as linear_cross_entropy: a label that is neither a word nor `IGNORE` is a ValueError on the CPU and makes the loss NaN
     elsewhere."""
     parts: Any = weight, bias
     alone = part(weight)
@@ -55,8 +55,8 @@ def vocab_parallel_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 class Split(torch.autograd.Function):
-    """On plain tensors: this process's rows of the weight begin at word `first`. Without a `group` nothing is exchanged: at a
-    rehearsal there is one process."""
+    """The loss on plain tensors: this process's rows of the weight begin at word `first`. Without a `group` nothing is exchanged:
+    in a rehearsal there is one process."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: tuple[Any, ...]) -> Tensor:

@@ -1,8 +1,8 @@
 """What a device can do: its memory, and how fast it computes, moves bytes and communicates.
 
-Rates are those that a training step reaches, not those of a data sheet. The H200's were measured. For other GPUs, arithmetic is 0.8
-and memory 0.9 of the vendor's figure, the shares that the H200 reaches of its own. A file with the same keys describes any other
-device: `device=FILE.yaml`. Torch-free except `probe`.
+Rates are those that a training step reaches, not those of a data sheet. The H200's were measured. For other GPUs, arithmetic is
+taken as 0.8 and memory as 0.9 of the vendor's figure, the shares that the H200 reaches of its own. A file with the same keys
+describes any other device: `device=FILE.yaml`. Torch-free except `probe`.
 """
 
 import time
@@ -19,13 +19,13 @@ GB, TB, TERA = 10**9, 10**12, 10**12
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One device of a machine whose devices are alike, in bytes, FLOP/s, bytes/s and seconds."""
+    """One device of a machine whose devices are all the same, in bytes, FLOP/s, bytes/s and seconds."""
 
     name: str = field(metadata=says("what it is", min=1))
     memory: float = field(metadata=says("bytes for tensors", above=0))
     fp32: float = field(metadata=says("FLOP/s of large matrix products in fp32, as torch forms them by default", above=0))
-    bf16: float | None = field(default=None, metadata=says("the same in bf16; absent: it has none", above=0))
-    fp16: float | None = field(default=None, metadata=says("the same in fp16; absent: it has none", above=0))
+    bf16: float | None = field(default=None, metadata=says("the same in bf16; null: it has none", above=0))
+    fp16: float | None = field(default=None, metadata=says("the same in fp16; null: it has none", above=0))
     attention: float = field(
         default=1.0, metadata=says("attention's share of the products' rate, what is no product left out", above=0, max=1)
     )
@@ -35,7 +35,7 @@ class Chip:
     launch: float = field(default=3e-6, metadata=says("seconds that the smallest kernel takes", min=0))
     gap: float = field(default=1.4e-6, metadata=says("seconds between a kernel and the next", min=0))
     call: float = field(default=8.5e-6, metadata=says("seconds of the host for a call of torch's", min=0))
-    host: str = field(default="of an H200's host", metadata=says("whose seconds those are", min=1))
+    host: str = field(default="as on an H200's host", metadata=says("whose seconds those are", min=1))
     apart: bool = field(default=True, metadata=says("the host runs ahead of the device"))
     link: float = field(metadata=says("bus bytes/s of a collective inside a node", above=0))
     node: int = field(default=8, metadata=says("devices of a node", min=1))
@@ -53,8 +53,8 @@ class Chip:
         return {"bf16": self.bf16, "fp16": self.fp16}.get(dtype) or self.fp32
 
     def bus(self, ranks: int, stride: int) -> float:
-        """Bus bytes/s of a collective of `ranks` devices that are `stride` apart. A node is left through as many wires as it has
-        ranks in the collective."""
+        """Bus bytes/s of a collective of `ranks` devices that are `stride` apart. Traffic leaves a node through as many wires as it
+        has ranks in the collective."""
         inside = max(1, min(ranks, self.node // stride))
         return self.link if ranks <= inside else min(self.link, self.wire * inside)
 
@@ -63,9 +63,9 @@ UNEVEN = 4.0  # benchmarks/plans.md: of the hosts that were measured all but one
 
 
 def together(device: float, host: float, apart: bool) -> float:
-    """Seconds of a step that needs so many of the device and of the host. If the host runs ahead (`apart`), the longer time hides
-    the shorter, but not evenly: when both are about as long, each waits for the other now and then, for up to a fifth of a step. If
-    not, one follows the other."""
+    """Seconds of a step that needs the given seconds of the device and of the host. If the host runs ahead (`apart`), the longer
+    time hides the shorter, but not evenly: when both are about as long, each waits for the other now and then, for up to a fifth of
+    a step. If the host does not run ahead, the times add up."""
     if not apart:
         return device + host
     most = max(device, host)
@@ -123,18 +123,18 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of that short name, or the file at that path."""
+    """The chip with that short name, or the one described by the file at that path."""
     if name in CHIPS:
         return CHIPS[name]
     if Path(name).suffix in (".yaml", ".yml"):
         said = read_recipe(Path(name))
-        return bind(Chip, {**({"host": f"by {name}"} if "call" in said else {}), **said}, name)
+        return bind(Chip, {**({"host": f"from {name}"} if "call" in said else {}), **said}, name)
     refuse_missing(None, f"device={name}", "no such device", f"{nearest(name, CHIPS)} (or a path ending in .yaml)")
 
 
 def chip_here(device: Any) -> Chip | None:
-    """The chip that a torch device is. A CPU is probed. A GPU is known by its name; its memory is read off it, and its host is
-    timed. None if it is unknown."""
+    """The chip of a torch device. A CPU is probed. A GPU is recognised by its name; its memory is queried, and its host is timed.
+    None if it is unknown."""
     if device.type == "cpu":
         return probe()
     if device.type != "cuda":
@@ -160,9 +160,9 @@ LINKS, CALLS = 25, 10  # of a chain of small calls, and of torch in each of its 
 
 def host_call() -> float:
     """Seconds that this thread takes for a small call of torch, forward and backward, timed for about a fiftieth of a second. It is
-    timed on a CPU's tensors: a GPU's context would take half a gigabyte of its memory, and other work there is no part of a step.
-    The call must not be one that a library spreads over all cores: gelu of eight elements wakes 64 threads, and took a thousandth
-    of a second."""
+    timed on CPU tensors: a GPU's context would take half a gigabyte of its memory, and other work on the GPU should not count. The
+    call must not be one that a library spreads over all cores: gelu of eight elements wakes 64 threads, and took a thousandth of a
+    second."""
     import torch
     from torch.nn import functional as F
 
@@ -184,7 +184,7 @@ def host_call() -> float:
 
 
 def host_rate() -> float:
-    """Bytes/s that this process's threads read and write of the host's memory."""
+    """Bytes/s at which this process's threads read and write the host's memory."""
     import torch
 
     x, y, found = torch.ones(1 << 24), torch.ones(1 << 24), []
@@ -196,7 +196,7 @@ def host_rate() -> float:
 
 
 def probe() -> Chip:
-    """This CPU, timed for about a tenth of a second with the threads that torch has now: the best of a few tries."""
+    """This CPU, timed for about a tenth of a second with torch's current number of threads: the best of a few tries."""
     import torch
 
     from ..parallel.device import memory_of

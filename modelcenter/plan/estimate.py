@@ -1,4 +1,4 @@
-"""What is to be trained, and what a step of it costs in one layout."""
+"""What is trained, and what a step of it costs in one layout."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .tally import Kind
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, whatever the layout."""
+    """What is trained, whatever the layout."""
 
     model: Any  # on the meta device
     batch: Callable[[int], Arguments]  # makes a micro-batch of so many rows
@@ -22,13 +22,13 @@ class Job:
     tokens: int  # of a row
 
     def sizes(self, most: int) -> list[int]:
-        """The rows of a micro-batch that a recipe takes, of at most so many: they divide the step's. The most come first."""
+        """The possible numbers of rows in a micro-batch, up to a maximum: they divide the step's. The largest comes first."""
         return [n for n in range(most, 0, -1) if self.rows % n == 0]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step costs in a layout: memory of a rank and time."""
+    """What a step costs in a layout: the memory of one rank, and time."""
 
     machine: Machine
     rows: int  # of a micro-batch
@@ -56,27 +56,28 @@ class Estimate:
 
     @property
     def rate(self) -> float:
-        """Tokens a second and device."""
+        """Tokens per second and device."""
         return self.tokens / self.seconds / self.machine.ranks
 
     @property
     def share(self) -> float:
-        """The part of the chip's rate of large matrix products that is reached."""
+        """The share that is reached of the chip's rate of large matrix products."""
         return self.flops / self.seconds / self.peak
 
     @property
     def micro_batch(self) -> int:
-        """The recipe's key that gives such micro-batches. It divides the batch, and may exceed a rank's share of it."""
+        """The value of the recipe's `micro_batch` that gives such micro-batches. It divides the batch, and may exceed a rank's
+        share of it."""
         return next(n for n in range(self.rows, self.batch + 1) if self.batch % n == 0)
 
     @property
     def bottleneck(self) -> str:
-        """What most of the time is spent on."""
+        """What takes most of the time."""
         return max(self.spent, key=lambda what: self.spent[what])
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the machine that differ from the defaults."""
+        """The machine's settings that differ from the defaults."""
         m, plain = self.machine, Machine()
         return {key: getattr(m, key) for key in LAYOUT if getattr(m, key) != getattr(plain, key)}
 

@@ -1,8 +1,8 @@
-"""What the host does for FSDP2 and tensor parallelism besides a model's own calls: Python in their hooks and in DTensor's dispatch.
+"""The host's work for FSDP2 and tensor parallelism besides a model's own calls: Python in their hooks and in DTensor's dispatch.
 
-It is counted in calls of torch, as a rehearsal counts those of a model, so that `Chip.call` gives the time of these as well. The
-counts depend on neither sizes nor ranks. `python benchmarks/host.py` measures them on tensors of a few elements; these are rounded
-from a CPU's and an H200's host, torch 2.13 and 2.11, which differ by 20 %.
+It is counted in equivalent torch calls, as a rehearsal counts those of a model, so that `Chip.call` gives its time as well. The
+counts depend on neither sizes nor ranks. `python benchmarks/host.py` measures them on tensors of a few elements; the counts are
+rounded from a CPU's and an H200's host, torch 2.13 and 2.11, which differ by 20 %.
 """
 
 from typing import NamedTuple
@@ -25,8 +25,8 @@ UPDATED, SHARDED = 1.2, 3.1  # a parameter in an update: its gradient found, tol
 
 
 class Exchanges(NamedTuple):
-    """How often in a step the weights of a block are gathered, and those of the outermost layers, and how often a unit's gradients
-    are scattered, and summed over copies."""
+    """How often in a step the weights of a block and those of the outermost layers are gathered, and how often a unit's gradients
+    are scattered and summed over copies."""
 
     blocks: int
     outermost: int
@@ -35,7 +35,7 @@ class Exchanges(NamedTuple):
 
 
 def exchanges(machine: Machine, forwards: int) -> Exchanges:
-    """The exchanges of a step of `forwards` micro-batches. The outermost layers' weights are still there when the backward
+    """The exchanges in a step of `forwards` micro-batches. The outermost layers' weights are still there when the backward
     begins."""
     three = machine.zero == 3
     return Exchanges(2 * forwards if three else 1, forwards if three else 1, 1 if machine.zero == 1 else forwards,
@@ -43,7 +43,7 @@ def exchanges(machine: Machine, forwards: int) -> Exchanges:
 
 
 class Parts(NamedTuple):
-    """What the host's work depends on in a model, counted."""
+    """Counts of the parts of a model on which the host's work depends."""
 
     blocks: int
     units: int  # that ranks send each other separately, what is left to the root among them
@@ -67,7 +67,7 @@ def hooked(parts: Parts, machine: Machine, forwards: int) -> float:
 
 
 def recomputed(parts: Parts, machine: Machine) -> float:
-    """Calls that recompute adds to a micro-batch, besides those that are made again."""
+    """Calls that recompute adds to a micro-batch, besides the repeated ones."""
     return parts.blocks * RECOMPUTED[str(machine.recompute)]
 
 

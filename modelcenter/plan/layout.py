@@ -1,4 +1,4 @@
-"""The layouts in which a job can be shared out among ranks, and the best way to run it in one of them."""
+"""The layouts in which a job can be split among ranks, and the best way to run it in each."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,9 +14,9 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machine]:
-    """The ways to share out the job among `ranks`, `node` of which are in one node: tensor parallel inside a node, as far as it
-    divides the heads and the node (of nodes of six, every second group of four would be in two); the rest as one group of FSDP, as
-    a copy of the model a node, or as one a rank; every stage of ZeRO."""
+    """The ways to split the job among `ranks`, `node` of which are in one node: tensor parallel inside a node, with degrees that
+    divide the heads and the node (with nodes of six, every second group of four would span two); the rest as one FSDP group, with
+    one copy of the model per node, or with one per rank; every stage of ZeRO."""
     heads = heads_of(job.model)
     for tp in (n for n in (1, 2, 4, 8) if ranks % n == min(ranks, node) % n == 0 and not any(h % n for h in heads)):
         rest = ranks // tp
@@ -29,16 +29,16 @@ def layouts(job: Job, ranks: int, node: int, machine: Machine) -> Iterator[Machi
 
 
 def check_open(machine: Machine, beside: str) -> None:
-    """Refuse a part of a layout that is given `beside` what chooses it."""
+    """Refuse a part of a layout that is given together with a setting (`beside`) that chooses it."""
     for key in LAYOUT:
         if getattr(machine, key) != getattr(Machine(), key):
             refuse(None, f"machine.{key}", f"given beside {beside}, which chooses it", "one of the two")
 
 
 def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate:
-    """The fastest estimate that fits, over sizes of the micro-batch and kinds of recompute; if none fits, the one that needs least.
-    A size is a rank's whole share, or divides the batch as a recipe's does. The smallest, each of which is rehearsed, are tried
-    where no larger one fits and the last does. `rows`: if given, no others are tried."""
+    """The fastest estimate that fits, over micro-batch sizes and kinds of recompute; if none fits, the one that needs the least
+    memory. A size is a rank's whole share, or divides the batch as a recipe's does. The smallest sizes, each of which is rehearsed,
+    are tried if no larger one fits and the smallest does. `rows`: if given, only this size is tried."""
     mine = ceil(costs.job.rows / machine.shares)
     whole = [mine] if any(costs.job.rows % n == 0 for n in range(mine, 2 * mine)) else []
     sizes = [min(rows, mine)] if rows is not None else sorted({*whole, *costs.job.sizes(mine)}, reverse=True)

@@ -1,4 +1,4 @@
-"""What a run needs at the peak of a step, by kind, against the memory that is there."""
+"""The memory that a run needs at the peak of a step, by kind, compared with what is available."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class Plan:
 
     @property
     def lasting(self) -> int:
-        """What is needed whatever the batch."""
+        """The bytes needed whatever the batch."""
         return sum(self.parts.get(kind, 0) for kind in LASTING)
 
     @property
     def hopeless(self) -> bool:
-        """Whether no batch is small enough."""
+        """Whether no batch is small enough to fit."""
         return self.lasting > self.total
 
     def table(self) -> str:
@@ -40,4 +40,4 @@ class Plan:
 
     def __str__(self) -> str:
         there = f"{size(self.free)} of {size(self.total)}" if self.free < self.total else size(self.total)
-        return f"about {size(self.need)} at the peak, {there} there: {'fits' if self.fits else 'does not fit'}"
+        return f"about {size(self.need)} at the peak, {there} free: {'fits' if self.fits else 'does not fit'}"

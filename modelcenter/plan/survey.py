@@ -1,4 +1,5 @@
-"""All layouts of a job on so many devices, side by side: which fit, how fast they are, which to take, what remedies are worth."""
+"""All layouts of a job on a number of devices, side by side: which fit, how fast they are, which to choose, and what remedies
+gain."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,8 @@ SHOWN = 12
 
 @dataclass(frozen=True)
 class Survey:
-    """Layouts, the fastest that fits first, then those that do not, the smallest first. `others`: costs of the job with another
-    setting; `allowed`: which layouts can be run."""
+    """Layouts: those that fit come first, the fastest first, then the others, the smallest first. `others`: costs of the job with
+    another setting; `allowed`: which layouts can be run."""
 
     costs: Costs
     estimates: Sequence[Estimate]
@@ -33,11 +34,11 @@ class Survey:
 
     @cached_property
     def remedies(self) -> Sequence[tuple[str, Estimate]]:
-        """(setting, estimate) of what needs less memory than the choice."""
+        """(setting, estimate) for each setting that needs less memory than the choice."""
         return [(name, e) for name, e in remedies(self.costs, self.choice, self.others) if self.allowed(e.machine)]
 
     def table(self) -> str:
-        """The layouts as aligned columns."""
+        """The layouts as a table with aligned columns."""
         rows = [HEAD]
         for e in self.estimates[:SHOWN]:
             m = e.machine
@@ -60,20 +61,20 @@ class Survey:
         return "\n".join(f"{name:<36}{size(n):>10}" for name, n in rows)
 
     def verdict(self) -> str:
-        """What to take, or what would help."""
+        """Which layout to choose, or what would help."""
         e = self.choice
         if e.fits:
             return f"choice: {settings(e)}: {e.seconds:.3g} s a step, bound by {e.bottleneck}"
         return f"nothing fits: {self.least()}; {self.help()}"
 
     def least(self) -> str:
-        """What the choice lacks."""
+        """How much memory the choice lacks."""
         e = self.choice
         host = f", with {size(e.aside)} of {size(int(e.room))} in the host's memory" if e.aside > e.room else ""
         return f"{settings(e)} needs least, {size(e.need)} of {size(int(e.limit))} a rank{host}"
 
     def help(self) -> str:
-        """What to change where nothing fits."""
+        """What to change if nothing fits."""
         fitting = [(name, other) for name, other in self.remedies if other.fits]
         return f"{fitting[0][0]} ({size(fitting[0][1].need)})" if fitting else "more devices, an adapter or a smaller model"
 
@@ -94,15 +95,15 @@ class Survey:
 
 
 def settings(e: Estimate) -> str:
-    """The keys that make a layout, and those that are as they are by default left out."""
+    """The keys that describe a layout, without those at their defaults."""
     words = [f"machine.{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in e.settings.items()]
     return " ".join([*words, f"micro_batch={e.micro_batch}"])
 
 
 def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, others: dict[str, Costs] | None = None,
            allowed: Callable[[Machine], bool] = lambda machine: True) -> Survey:
-    """Every layout on `ranks` devices like `machine` otherwise, with its best micro-batch (or `rows`) and recompute. `others`:
-    costs of the job with another setting, to be told as remedies; `allowed`: which layouts can be run. Errors: `InputError` where
+    """Every layout on `ranks` devices, otherwise like `machine`, with its best micro-batch (or `rows`) and recompute. `others`:
+    costs of the job with another setting, to be shown as remedies; `allowed`: which layouts can be run. Errors: `InputError` if
     none can."""
     found = [best_of(costs, m, rows) for m in layouts(costs.job, ranks, costs.chip.node, machine) if allowed(m)]
     if costs.apart and not any(e.fits for e in found):
@@ -128,20 +129,20 @@ def survey(costs: Costs, ranks: int, machine: Machine, rows: int | None = None, 
 
 
 def sort(found: list[Estimate]) -> None:
-    """The fastest that fits first, then those that do not, the smallest first."""
+    """Sort: those that fit come first, the fastest first, then the others, the smallest first."""
     found.sort(key=lambda e: (not e.fits, e.seconds if e.fits else e.need))
 
 
 def remedies(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
-    """What needs less memory than `e`, and what of it comes at which speed. Half a micro-batch may need more: sums of gradients
-    are kept then."""
+    """The changes that need less memory than `e`, with their estimates. Half a micro-batch may need more, because sums of gradients
+    are then kept."""
     lacks = e.aside > e.room  # what the host has
     return ((name, other) for name, other in changes(costs, e, others)
             if other.need < e.need or (lacks and other.aside < e.aside))  # fmt: skip
 
 
 def changes(costs: Costs, e: Estimate, others: Mapping[str, Costs]) -> Iterator[tuple[str, Estimate]]:
-    """What usually needs less memory."""
+    """The changes that usually need less memory."""
     if e.rows > 1:
         rows = costs.job.sizes(e.rows // 2)[0]
         yield f"micro_batch={rows}", costs.exact(e.machine, rows)

@@ -1,4 +1,5 @@
-"""A model's stand-in at a rehearsal: the same modules with other tensors, with fewer blocks, or of one tensor-parallel rank."""
+"""A stand-in for a model in a rehearsal: the same modules with other tensors, with fewer blocks, or as on one tensor-parallel
+rank."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -17,9 +18,9 @@ CUT = {"column": 0, "logits": 0, "vocab": 0, "row": 1, "heads": 1}  # the dimens
 
 def twin(model: nn.Module, device: torch.device, fake: FakeTensorMode, *, keep: Mapping[int, int] | None = None, ranks: int = 1,
          dtype: torch.dtype | None = None) -> Any:
-    """The model with tensors of `fake` on `device` in place of its own, tied as these are, and not compiled. `keep`: how many
-    blocks to keep of which stacks. `ranks`: make it that of one of so many tensor-parallel ranks. `dtype`: of its floating-point
-    parameters."""
+    """The model with tensors of `fake` on `device` in place of its own, tied like these, and not compiled. `keep`: how many blocks
+    of which stacks to keep. `ranks`: make it the model of one of this many tensor-parallel ranks. `dtype`: that of its
+    floating-point parameters."""
     memo: dict[int, Any] = {}
     cut = dict(shards(model, ranks)) if ranks > 1 else {}
     words = [getattr(module, child) for module, child, _ in tables(model)] if ranks > 1 else []
@@ -69,7 +70,7 @@ def shards(model: nn.Module, ranks: int) -> Iterator[tuple[int, torch.Size]]:
 
 
 def tables(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """(module, child, word) of all `tp` tables; for an adapted layer, of its parts that are cut."""
+    """(module, child, word) for each row of all `tp` tables; for an adapted layer, for each of its sharded parts."""
     for module in model.modules():
         for child, style in getattr(module, "tp", {}).items():
             part = getattr(module, child, None)

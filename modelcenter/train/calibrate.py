@@ -54,7 +54,7 @@ class Learned:
 
     def __str__(self) -> str:
         runs = f"corrected by {self.runs} earlier run{'s' * (self.runs > 1)} on this machine"
-        return f"{runs}: arithmetic x {self.device:.2f}, calls of the host x {self.host:.2f}"
+        return f"{runs}: arithmetic x {self.device:.2f}, calls on the host x {self.host:.2f}"
 
     def of(self, chip: Chip) -> Chip:
         """The chip with these factors applied."""

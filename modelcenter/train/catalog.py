@@ -68,7 +68,7 @@ def commented(name: str) -> str:
         lines += [f"{indent}# {reason}"] if reason else []
         shown = f"{indent}{leaf}: {key.default if value is None else flow(value)}"
         default = "required" if key.default is None else f"default {key.default}"
-        lines.append(f"{shown:<{COLUMN}}  # {key.type}; {default}: {key.help}")
+        lines.append(f"{shown:<{COLUMN}}  # {key.help} ({key.type}; {default})")
     return "\n".join(lines) + "\n"
 
 

@@ -49,18 +49,18 @@ class Job:
 
     slurm: bool = field(default=False, metadata=says("write a script for sbatch"))
     kubernetes: bool = field(default=False, metadata=says("write a manifest for kubectl"))
-    out: str | None = field(default=None, metadata=says("the file to write; absent: NAME.sbatch or NAME.yaml", min=1))
+    out: str | None = field(default=None, metadata=says("the file to write; null: NAME.sbatch or NAME.yaml", min=1))
     submit: bool = field(default=False, metadata=says("submit it too"))
     name: str = field(default="train", metadata=says("name of the job", min=1, max=40))
     nodes: int = field(default=1, metadata=says("machines over which the ranks are distributed", min=1))
-    cpus: int | None = field(default=None, metadata=says("CPUs per node; absent: all, on nodes of this job's own", min=1))
-    memory: str | None = field(default=None, metadata=says("per node: 200G on Slurm, 200Gi on Kubernetes; absent: as cpus", min=1))
+    cpus: int | None = field(default=None, metadata=says("CPUs per node; null: all, on nodes that no other job shares", min=1))
+    memory: str | None = field(default=None, metadata=says("per node: 200G on Slurm, 200Gi on Kubernetes; null: like cpus", min=1))
     grace: int = field(default=300, metadata=says("seconds to finish a step and save, before the time is up or a pod ends", min=1,
                                                   max=65535))
     retries: int = field(default=3, metadata=says("times that a failed job is queued again, unless a mistake ended it", min=0))
-    time: str | None = field(default=None, metadata=says("Slurm: the time limit, 1-12:00:00; the next job goes on with it", min=1))
-    partition: str | None = field(default=None, metadata=says("Slurm", min=1))
-    account: str | None = field(default=None, metadata=says("Slurm", min=1))
+    time: str | None = field(default=None, metadata=says("Slurm: time limit, 1-12:00:00; the next job continues the run", min=1))
+    partition: str | None = field(default=None, metadata=says("Slurm: the partition", min=1))
+    account: str | None = field(default=None, metadata=says("Slurm: the account", min=1))
     image: str | None = field(default=None, metadata=says("Kubernetes: a container with modelcenter in it", min=1))
     claim: str | None = field(
         default=None, metadata=says("Kubernetes: the volume claim with data and output, for all nodes", min=1)
@@ -116,7 +116,7 @@ def awaited(process: str) -> str:
     """Lines of a shell that wait for a process, whatever a trap does meanwhile; `status` is then how that process has ended."""
     return f"""\
 until wait "{process}"; status=$?; ! kill -0 "{process}" 2> /dev/null; do :; done  # a trap ends a wait early
-# If it ended at just that time, the status is the trap's, and the shell still knows its own; 127: it has been told already.
+# If it ended at that very moment, the status is the trap's, and the shell still has its own; 127: that was returned already.
 wait "{process}" 2> /dev/null; ended=$?; [ "$ended" -eq 127 ] || status=$ended"""
 
 
@@ -145,8 +145,8 @@ def slurm(job: Job, machine: Machine, command: Sequence[str], folder: str) -> st
 {head}
 #SBATCH --requeue
 
-# {job.grace} s before the time is up: finish the step, save, and go on in the next job. srun hands USR1 on to its tasks; at a TERM
-# it kills them. Of a job that is cancelled Slurm itself tells them by TERM, and this script has only to wait.
+# {job.grace} s before the time is up: finish the step, save, and continue in the next job. srun passes USR1 on to its tasks; at a
+# TERM it kills them. If a job is cancelled, Slurm itself sends them TERM, and this script only has to wait.
 again=0
 trap 'again=1; kill -USR1 "$!" 2> /dev/null' USR1
 trap : TERM
@@ -160,9 +160,9 @@ export MASTER_PORT="$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
 if [ "$again" -eq 1 ]; then
     status={128 + signal.SIGUSR1}  # the time is up before a run has begun
 else
-    # srun ends with the highest status of its nodes. A mistake in the recipe or the command ends a node with {MISTAKE} in place of
-    # 2, so that the status of those that have lost it does not hide that.
-    # srun does not ask what sbatch was told of CPUs, or asks two variables, which may differ.
+    # srun returns the highest status of its nodes. A mistake in the recipe or the command ends a node with {MISTAKE} instead of 2,
+    # so that the status of nodes which have lost that one does not hide it.
+    # srun ignores the CPUs that sbatch was given, or reads two variables, which may differ.
     srun --kill-on-bad-exit=1 --cpus-per-task={job.cpus or '"$SLURM_CPUS_ON_NODE"'} \\
         bash -c 'NODE_RANK="$SLURM_NODEID" exec "$@"' train \\
         {shlex.join(command)} &
@@ -170,7 +170,7 @@ else
     [ "$status" -ne {MISTAKE} ] || status=2
 fi
 
-# Slurm's own count of restarts knows no reason. Each failure is a line of a file; a run that has saved as its time was up is none.
+# Slurm counts restarts whatever their reason. Here each failure is a line in a file; a run that saved as its time was up is none.
 failures={job.name}-"$SLURM_JOB_ID".failures
 if [ "$status" -ne 0 ]; then
     echo "$(date): status $status on $SLURM_JOB_NODELIST" >> "$failures"
@@ -183,7 +183,7 @@ exit "$status"
 
 
 POD = f"""\
-# SIGTERM is handed on: the run finishes its step and saves. One that stopped so, on whichever node, is not done ({STOPPED}).
+# SIGTERM is passed on: the run finishes its step and saves. A run that stopped so, on any node, is not done ({STOPPED}).
 trap 'kill -TERM "$!"' TERM
 answer=$(mktemp)
 "$@" > "$answer" &

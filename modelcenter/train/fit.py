@@ -62,7 +62,7 @@ class Verdict:
         if self.estimate is not None and self.estimate.aside:
             e = self.estimate
             enough = "" if e.aside <= e.room else ": does not fit"
-            memory += f", beside {size(e.aside)} of the host's, {size(int(e.room))} there{enough}"
+            memory += f", and {size(e.aside)} of the host's memory, {size(int(e.room))} free{enough}"
         memory += f"; set {advice}" if advice else ""
         if self.estimate is None:
             return memory
@@ -91,11 +91,11 @@ def speed(e: Estimate) -> str:
     # a rate that was measured beside other work may be less than the runs' that the time is calibrated by
     share = f", {e.share:.0%} of the device's rate of matrix products" if e.share <= 1 else ""
     rate = f"about {e.seconds:.3g} s a step of full sequences, {e.rate:,.0f} tokens a second{each}"
-    return f"{rate}{share}; most of it is {WHAT[e.bottleneck]}"
+    return f"{rate}{share}; mostly bound by {WHAT[e.bottleneck]}"
 
 
-WHAT = {"compute": "arithmetic", "memory": "moving bytes of the device's memory", "link": "waiting for other ranks",
-        "host": "calls of the host", "offload": "waiting for the host's memory"}  # fmt: skip
+WHAT = {"compute": "arithmetic", "memory": "memory bandwidth", "link": "communication between ranks",
+        "host": "calls on the host", "offload": "the host's memory"}  # fmt: skip
 
 
 def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup, compute: Compute, *,

@@ -210,7 +210,7 @@ class Graphs:
         if self.gradients and not self.repeats and self.recorder.lacks(max(1.0, size / self.largest)):
             self.recorder.wait()
             self.end()
-            self.tell("there is too little memory beside CUDA graphs: the run goes on without")
+            self.tell("there is too little memory beside CUDA graphs: the run continues without them")
         self.largest = max(self.largest, size)
         return work(arguments, scale)
 
@@ -255,7 +255,7 @@ class Graphs:
                 raise
         # what the error held is let go
         self.end()
-        self.tell("out of memory beside CUDA graphs: the step is done again, and the run goes on, without")
+        self.tell("out of memory beside CUDA graphs: the step is repeated, and the run continues, without them")
         for p in self.trained:
             p.grad = None
         self.recorder.rewind(drawn)
@@ -324,7 +324,7 @@ class Graphs:
             self.gradients, self.places = found, self.here()
         shapes.records[kind] = record = Record(launch, loss)
         if not self.told:
-            self.tell(f"forward and backward of {said(arguments)} are a CUDA graph from here on")
+            self.tell(f"forward and backward of {said(arguments)} run as a CUDA graph from here on")
             self.told = True
         return record
 
@@ -341,7 +341,7 @@ class Graphs:
         self.failures += 1
         self.ended = self.failures >= FAILURES
         why = printable(" ".join(str(error).split()))[:160]
-        self.tell(f"{what} cannot be a CUDA graph and run without: {type(error).__name__}: {why}")
+        self.tell(f"{what} cannot be a CUDA graph and run without one: {type(error).__name__}: {why}")
 
     def drop(self) -> None:
         """Drop all records and free their memory."""

@@ -40,12 +40,13 @@ def go_back(folder: Path, at: Position, model: nn.Module, optimizer: Optimizer, 
     seen = find_state(folder, before=at.step - at.trouble) if ranks.first else None
     found = ranks.tell("" if seen is None else str(seen[0]))
     if not found or step_of(Path(found)) <= at.returned:
-        say(f"step {at.step}: no state to go back to: " + ("it has been tried" if found else "none is from before that"))
+        why = f"the run has already returned to step {at.returned}" if found else "none was saved before the trouble began"
+        say(f"step {at.step}: no state to go back to: {why}")
         return None
     then = restore(Path(found), model, optimizer, ema, ranks)
     if ranks.first:
         remove_states(folder, after=then.step)
-    say(f"step {at.step}: back to step {then.step}; what was read since, samples {then.sample} to {at.sample - 1}, is left out")
+    say(f"step {at.step}: back to step {then.step}; the data read since, samples {then.sample} to {at.sample - 1}, is skipped")
     return replace(then, sample=at.sample, tokens=at.tokens, skipped=at.skipped, spikes=at.spikes, owed=False,
                    rollbacks=at.rollbacks + 1, returned=then.step)
 

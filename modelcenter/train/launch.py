@@ -97,7 +97,7 @@ def launch(recipe: Recipe, machine: Machine, verb: str = "train") -> dict[str, A
                     raise RankError(str(error), 128 + asked[-1], heard=True) from None
                 if not left or asked or not error.passing:
                     raise
-                tell(f"modelcenter: {error}; the run is started again, {left} times at most")
+                tell(f"modelcenter: {error}; the run is restarted ({counted(left - 1, 'more restart')} allowed)")
             left -= 1
             if recipe.resume == "never" or steps(Path(recipe.output_dir)):
                 recipe = replace(recipe, resume="auto")
@@ -268,5 +268,5 @@ def status_of(error: RuntimeError) -> int | None:
     torchs = any(kind.__module__ == "torch.distributed" for kind in type(error).__mro__)
     if os.environ.get("WORLD_SIZE", "1") == "1" or not (torchs or WORDS.search(str(error))):
         return None
-    tell(f"modelcenter: another rank has ended or stands still: {printable(str(error))[:LIMIT]}")
+    tell(f"modelcenter: another rank has ended or hangs: {printable(str(error))[:LIMIT]}")
     return LOST

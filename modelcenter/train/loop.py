@@ -174,7 +174,7 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
         end = f"{why}: no training is left to do" if why else ""
         progress.say(f"resumed from {start}: step {at.step} of {setup.steps}{end}")
     if recipe.best is not None and at.best_step is not None and not ranks.tell("there" * (folder / "model").is_dir()):
-        progress.say(f"{folder / 'model'}: not there, the best so far, of step {at.best_step}: the best is looked for anew")
+        progress.say(f"{folder / 'model'}: missing; it held the best model so far, of step {at.best_step}; the search starts again")
         at.best = at.best_step = None
     background = Background(ranks) if machine.async_save else None
     graphs = graphs_of(setup.model, machine, device, progress.say)

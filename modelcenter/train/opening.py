@@ -34,9 +34,9 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     many = f"{ranks.size} x " if ranks.size > 1 else ""
     most = vars(model.config).get("positions")
-    shorter = ", the model has no more positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
+    shorter = ", as many as the model has positions" if most == recipe.data.seq_len < DataConfig.seq_len else ""
     sample = objective.sample(batches[0], tokenizer, labels.names) if ranks.first else ""  # of others' there may be none
-    where = ", trained on where it stands in [[ ]]" if "[[" in sample else ""
+    where = " (the loss covers what is in [[ ]])" if "[[" in sample else ""
     threads = counted(torch.get_num_threads(), "thread")
     lines = [
         f"model: {recipe.model} ({weights}), {setup.parameters / 1e6:,.2f} M parameters, {setup.trained / 1e6:,.2f} M of them "
@@ -53,32 +53,32 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         coded = f", weights held in {how.quantize}" if how.quantize != "none" else ""
         lines.insert(1, f"adapter: {how.name} of rank {how.rank} on {layers} layers{coded}")
     if recipe.init == "pretrained" and recipe.tokenizer is not None and made_here(recipe.tokenizer):
-        lines.append(f"tokenizer: {recipe.tokenizer} is made of this text, and the weights have learned other ids; init=random, or "
-                     "leave tokenizer out")
+        lines.append(f"tokenizer: {recipe.tokenizer} is made from this text, but the weights have learned other ids; set "
+                     "init=random, or leave tokenizer out")
     for side, lost, whole in (("reads", *counts[:2]), ("is to write", *counts[2:])):
         if lost > UNKNOWN * whole:
             lines.append(f"tokenizer: {lost / whole:.0%} of what the first step {side} is {tokenizer.special['unk']}, which says "
-                         "nothing of a text; another tokenizer, or a model of these data's language")
+                         "nothing about a text; use another tokenizer, or a model for the language of this data")
     if recipe.max_steps is not None and setup.steps < recipe.max_steps:
-        lines.append(f"max_steps: {recipe.max_steps:,}, but num_epochs={recipe.num_epochs:g} ends the run before; "
-                     "num_epochs=null for all")
+        lines.append(f"max_steps: {recipe.max_steps:,}, but num_epochs={recipe.num_epochs:g} ends the run earlier; "
+                     "num_epochs=null to run all steps")
     if (warmup := recipe.schedule.of(setup.steps).warmup_steps) >= setup.steps:
-        so = "the learning rate does not come to its peak" if setup.steps > 1 else "its learning rate is 0, and nothing is trained"
+        so = "the learning rate never reaches its peak" if setup.steps > 1 else "its learning rate is 0, so nothing is trained"
         lines.append(f"schedule: {counted(int(warmup), 'step')} of warm-up in a run of {setup.steps:,}: {so}; "
-                     "schedule.warmup_steps=0 for none")
+                     "schedule.warmup_steps=0 for no warm-up")
     if labels.names is not None and labels.learned not in ((), labels.names) and not model.load_report.new:
-        lines.append(f"labels: {', '.join(labels.names)}; the weights have learned {', '.join(labels.learned)}, of which these "
-                     "take the places")
+        lines.append(f"labels: {', '.join(labels.names)}; the weights have learned {', '.join(labels.learned)}, whose places these "
+                     "take")
     if held is None and (recipe.metrics or recipe.eval_steps):
         asked = ", ".join(recipe.metrics) or f"eval_steps {recipe.eval_steps}"
-        lines.append(f"evaluation: none, for there are no data for {asked}; data.eval_path=FILE, or data.eval_fraction=0.05")
+        lines.append(f"evaluation: none, because there is no data for {asked}; set data.eval_path=FILE or data.eval_fraction=0.05")
     if ended:
-        lines.append(f"generation: ends at {tokenizer.decode(ended, special=True)}, as generation_config.json will say")
+        lines.append(f"generation: texts end at {tokenizer.decode(ended, special=True)}, as generation_config.json will say")
     if held is not None and recipe.data.eval_path is None and (lack := objective.unlike(train.examples, held.examples)):
         lines.append(f"held out: the last {len(held):,} have {lack}: data.path seems sorted by its labels; shuffle it, or "
                      "give data.eval_path")
     if objective.together and forwards > 1:
-        lines.append(f"negatives: those of a forward, not of the whole step of {forwards}: a larger micro_batch has more")
+        lines.append(f"negatives: only from the same forward, not from all {forwards} of a step; a larger micro_batch has more")
     return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device, samples, ranks.shares))]
 
 
@@ -104,12 +104,12 @@ def slow_choices(recipe: Recipe, device: torch.device, samples: int, shares: int
     """What is known to be slow here, for steps of so many samples in so many shares, and what to do about it."""
     out = []
     if not _kernels.WANTED:
-        out.append("MODELCENTER_KERNELS=0: the references compute; unset it")
+        out.append("MODELCENTER_KERNELS=0: the plain PyTorch operations run; unset it to use kernels")
     elif not _kernels.available(device.type) and device.type in ("cpu", "cuda"):
-        out.append(f"no kernels for this {device.type}: the references compute; modelcenter doctor says what is missing")
+        out.append(f"no kernels for this {device.type}: the plain PyTorch operations run; modelcenter doctor says what is missing")
     if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
-        out.append("precision=bf16 on a CPU without units for it: products are formed in fp32; fp32 needs no casts")
+        out.append("precision=bf16 on a CPU without units for it: products are computed in fp32; precision=fp32 needs no casts")
     if samples < shares:
-        out.append(f"{counted(samples, 'sequence')} in batch_tokens {recipe.batch_tokens}, for {shares} shares of the data: more "
-                   "tokens, or a smaller machine.fsdp or machine.replicate")
+        out.append(f"{counted(samples, 'sequence')} in batch_tokens={recipe.batch_tokens}, for {shares} shares of the data: set a "
+                   "larger batch_tokens, or a smaller machine.fsdp or machine.replicate")
     return out

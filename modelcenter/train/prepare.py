@@ -89,7 +89,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         setup.environment = facts(recipe, device, ranks, setup)
         setup.lines = opening(recipe, device, ranks, setup, ended)
         if file := held_of_one(recipe.data, held_out):
-            setup.lines.append(f"held out: all is of {file}, the end of data.path's list; for some of each file data.eval_path")
+            setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
         reader.wait()
     return setup
 

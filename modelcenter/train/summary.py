@@ -107,10 +107,10 @@ def beside(process: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, s
     said = f"{foreseen['seconds']:.3g} s a step of full sequences, {foreseen['tokens_per_second']:,.0f} tokens a second"
     if measured is not None:
         said += f"; measured {measured:,.0f} ({measured / foreseen['tokens_per_second'] - 1:+.0%})"
-    out = [("foreseen", said)]
+    out = [("predicted", said)]
     if rows and process.get("device") != "cpu":
         most, wanted = max(row["memory_gb"] for row in rows), foreseen["memory_gb"]
-        out.append(("memory foreseen", f"{wanted:.2f} GB; measured {most:.2f} ({most / wanted - 1:+.0%})"))
+        out.append(("predicted memory", f"{wanted:.2f} GB; measured {most:.2f} ({most / wanted - 1:+.0%})"))
     return out
 
 
@@ -147,7 +147,7 @@ def typed(path: Path) -> str:
 
 def usage(folder: Path, recipe: Mapping[str, Any]) -> str:
     """Where the model is and how to open it, and how to continue the run."""
-    commands = [f"modelcenter train {typed(folder / RECIPE)}    # goes on where it stopped"]
+    commands = [f"modelcenter train {typed(folder / RECIPE)}    # continues where it stopped"]
     model = folder / "model"
     if not model.is_dir():
         return f"There is no model yet.\n\n```\n{commands[0]}\n```"

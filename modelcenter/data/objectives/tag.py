@@ -34,7 +34,7 @@ class Tag(Objective):
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
         names = label_names(records, lambda record: sentence(record, data)[1], data.tags_key, known)
         if names is not known and names[0] == "LABEL_0":
-            said = "tags by number: span_f1 takes each for a span of one word; names (B-PER, I-PER, O) say which words are one"
+            said = "tags by number: span_f1 takes each for a span of one word; names (B-PER, I-PER, O) say which words form one"
             warnings.warn(said, stacklevel=2)
         return names
 
