@@ -82,7 +82,9 @@ def test_evaluations_that_are_not_finite_end_a_run(
     assert "step 4: eval_loss is not finite; the run ends\n" in capsys.readouterr().err
 
 
-def test_of_nothing_there_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_nothing_there_is_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Rows of one token, packed: none is predicted, and 0 would read as a result."""
     (tmp_path / "short.jsonl").write_text('{"text": "d"}\n' * 3)
     run = train(recipe_of(tmp_path, **{"data.eval_path": str(tmp_path / "short.jsonl"), "data.packing": True}, max_steps=2,
@@ -93,6 +95,11 @@ def test_of_nothing_there_is_no_number(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["evaluate", str(tmp_path / "out")]) == 0
     line = capsys.readouterr().out
     assert line.startswith("no targets: ") and "loss nan, targets 0, perplexity nan" in line
+    assert main(["evaluate", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["eval_loss"] is None  # NaN is no JSON
+    monkeypatch.setattr("modelcenter.train.launch.launch", lambda *_: {"eval_loss": None, "eval_targets": 0})  # as ranks answer
+    assert main(["evaluate", str(tmp_path / "out"), "machine.replicate=2", "machine.device=cpu"]) == 0
+    assert capsys.readouterr().out == line.partition("\n")[0] + "\nloss nan, targets 0\n"
     model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", num_labels=2)
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.full((2,), -100)}
     found = evaluate.evaluate(model, [batch], "classify", ["f1", "mcc"])

@@ -190,6 +190,9 @@ def test_a_benchmark_with_gaps(tmp_path: Path) -> None:
                                  ("glue", tmp_path / "x", "no such folder")):  # fmt: skip
         with pytest.raises(InputError, match=words):
             average(suite, folder)
+    (tmp_path / "cb" / "metrics.jsonl").write_text('{"eval_loss": 1, "eval_accuracy": 0.5, "eval_f1_macro": null}\n')
+    with pytest.raises(InputError, match=r"cb/metrics\.jsonl: eval_f1_macro: null, for it was not finite"):
+        average("superglue", tmp_path)
 
 
 def test_the_table_is_whole() -> None:

@@ -414,6 +414,25 @@ def test_adafactor_takes_any_shape(device: str) -> None:
     assert [name for name, _ in seen].count("adafactor_step") == 3 * 4 * ours[0].is_cuda
 
 
+@pytest.mark.parametrize("kind", [AdamW, Adafactor, Lion, Muon])
+def test_a_copy_goes_on_as_the_optimizer_does(kind: Any) -> None:
+    """The copy of a model with its optimizer, as torch's optimizers allow."""
+    params = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 4))]
+    told = {"shapes": {params[0]: (5, 4)}} if kind is Adafactor else {}  # a row of padding
+    both = (params, kind(params, lr=0.1, weight_decay=0.1, **told))
+
+    def step(params: list[nn.Parameter], optimizer: Any) -> None:
+        for p in params:
+            p.grad = torch.arange(float(p.numel())).view_as(p)
+        optimizer.step(clip=optimizer.clip(1.0))
+
+    step(*both)
+    peer = copy.deepcopy(both)
+    step(*both), step(*peer)
+    assert all(map(torch.equal, params, peer[0]))
+    assert peer[1].state_dict()["state"].keys() == both[1].state_dict()["state"].keys() == {0, 1}
+
+
 def test_a_stack_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes; what is larger is alone, and what is of another shape, dtype or kind is elsewhere."""
     monkeypatch.setitem(stacks.SCRATCH, False, 3 * stacks.EACH * 16)

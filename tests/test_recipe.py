@@ -193,6 +193,16 @@ def test_a_choice_leaves_out_what_it_does_not_read(name: str, choice: str, found
         load_recipe(name, ["data.path=a", "model=m", choice, f"{asked}={value if '[' not in found else '[0.8, 0.9]'}"])
 
 
+def test_a_run_of_a_constant_rate_may_say_its_least_rate(tmp_path: Path) -> None:
+    """Which runs did that began before it was refused: their models are evaluated and converted, and they go on."""
+    section = "schedule: {name: constant, min_lr_ratio: 0.1}\n"
+    file = write(tmp_path, f"model: m\nmax_steps: 1\noutput_dir: o\ndata: {{path: a}}\n{section}")
+    with pytest.raises(InputError, match=r"schedule\.min_lr_ratio: 0\.1 with name constant"):
+        load_recipe(file)
+    (tmp_path / "environment.json").write_text("{}")
+    assert load_recipe(file).schedule.min_lr_ratio == 0
+
+
 def test_a_resolved_recipe_takes_another_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = to_dict(load_recipe("finetune", ["data.path=a", "model=m"]))
     file = write(tmp_path, dump_yaml(whole))
@@ -419,7 +429,7 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: DataConfig(path={1: 1.0}), r'^path.1: 1; text: "1"$'),  # type: ignore[dict-item]  # what is refused
     (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
                     batch=1),
-     r"^batch: 1 with objective contrastive: a pair alone has none to be told from, and teaches nothing; 2 or more, or data.neg"),
+     r"^batch: 1 with objective contrastive: a pair alone has none to be told from; 2 or more, or data.neg"),
     (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
                     micro_batch=1),
      "^micro_batch: 1 with objective contrastive"),

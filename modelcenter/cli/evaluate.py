@@ -1,5 +1,6 @@
 """`modelcenter evaluate`."""
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -146,15 +147,20 @@ def judged(recipe: "Recipe", machine: "Machine") -> Answer:
     if PARENT not in os.environ:  # a rank has been told by its launcher: stacks go there, since the run's folder is only read
         recipe = replace(recipe, output_dir=f"{gettempdir()}/modelcenter-evaluate-{token_hex(8)}")
     from ..train.launch import launch, to_launch
+    from ..train.metrics import finite
 
     said, speaks = "", True
     if to_launch(machine):
-        results = launch(recipe, machine, "evaluate")
+        results = {key: math.nan if value is None else value for key, value in launch(recipe, machine, "evaluate").items()}
     else:
         said, results, speaks = evaluated(recipe, machine)
     told = ", ".join(f"{key.removeprefix('eval_')} {f'{value:,}' if isinstance(value, int) else f'{value:.6g}'}"
                      for key, value in results.items())  # fmt: skip
-    return Answer(said + told if speaks else None, results)
+    if not results["eval_targets"]:
+        from ..train.evaluate import NOTHING
+
+        said += f"{NOTHING}\n"
+    return Answer(said + told if speaks else None, finite(results))
 
 
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
@@ -162,7 +168,6 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     process that says them."""
     from ..metrics.table import check_packages
     from ..train.agree import agree
-    from ..train.evaluate import NOTHING
     from ..train.heap import kept
     from ..train.prepare import enter, prepare
     from ..train.progress import Progress
@@ -180,9 +185,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
         said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
         tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
         with autocast(recipe.precision, device):
-            found = setup.evaluation(setup.model, tell)
-            said += "" if found["eval_targets"] else f"{NOTHING}\n"
-            return said, setup.evaluation.size | found, ranks.first
+            return said, setup.evaluation.size | setup.evaluation(setup.model, tell), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,9 @@ def average(suite: str, folder: Path) -> dict[str, Any]:
         if file.is_file():
             last = results(file)
             for metric in metrics:
-                if last.get(f"eval_{metric}") is None:
+                if last.get(f"eval_{metric}", 0) is None:
+                    refuse(file, f"eval_{metric}", "null, for it was not finite", "a run with evaluation data that have targets")
+                if f"eval_{metric}" not in last:
                     refuse(file, f"eval_{metric}", "missing", f"a run with metrics={list(metrics)}")
             scores[task] = 100 * sum(last[f"eval_{metric}"] for metric in metrics) / len(metrics)
     if not scores:

@@ -58,6 +58,10 @@ class Adafactor(Clipped):
         self.shapes, self.ranks = shapes or {}, ranks
         self.regions: dict[Tensor, Region] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy: torch's has groups and state alone."""
+        return {**super().__getstate__(), "shapes": self.shapes, "ranks": self.ranks, "regions": {}}
+
     def region(self, p: Tensor) -> Region:
         """Where this rank's part of a parameter stands in it, without rows that only pad it."""
         if p not in self.regions:

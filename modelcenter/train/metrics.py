@@ -114,8 +114,12 @@ class Metrics:
 
 def to_line(row: Mapping[str, Any]) -> bytes:
     """`row` as one line of strict JSON."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return (json.dumps(finite, allow_nan=False) + "\n").encode()
+    return (json.dumps(finite(row), allow_nan=False) + "\n").encode()
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`row` with None for what is nan or infinite, which JSON has not."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -137,7 +137,7 @@ class Recipe:
             refuse(None, key, f"true with objective {self.objective}", "false")
         alone = "micro_batch" if self.micro_batch == 1 else "batch" if self.batch == 1 and self.batch_tokens is None else None
         if objective.together and alone is not None and self.data.negative_key is None:
-            found = f"1 with objective {self.objective}: a pair alone has none to be told from, and teaches nothing"
+            found = f"1 with objective {self.objective}: a pair alone has none to be told from"
             refuse(None, alone, found, "2 or more, or data.negative_key")
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
