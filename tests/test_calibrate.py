@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from modelcenter.train.read import load_recipe
 from modelcenter.train.summary import beside
 
 SPENT = {"compute": 1.2, "memory": 0.5, "link": 0.0, "host": 0.3}
-ESTIMATE = Estimate(Machine(), 4, 2, {"weights": 8, "activations": 2}, 100, 2.0, SPENT, 2.0, 1e12, 8000, 1e13, 8)
+ESTIMATE = Estimate(Machine(), 4, 2, {"forward": [Counter(weights=8, activations=2)]}, 100, 2.0, SPENT, 2.0, 1e12, 8000, 1e13, 8)
 X = CHIPS["h200"]
 FORESEEN = {"chip": X.name, "precision": "bf16", "several": False, "device": 2.0, "host": 1.0, "tokens": 4000}
 

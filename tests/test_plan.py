@@ -38,6 +38,7 @@ from modelcenter.plan.estimate import Job
 from modelcenter.plan.need import Plan
 from modelcenter.plan.rehearse import Conditions, rehearse
 from modelcenter.plan.survey import settings
+from modelcenter.plan.tally import highest
 from modelcenter.train import choose, fit, paper
 from modelcenter.train.fit import Verdict, verdict, widest
 from modelcenter.train.prepare import prepare
@@ -150,7 +151,7 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
     before = torch.get_rng_state(), {name: p.data_ptr() for name, p in model.named_parameters()}
     how = Conditions(build, compute, CPU, share, case.get("evaluates", False))
     step = rehearse(model, batch, how, forwards=case.get("forwards", 1), recompute=case.get("recompute", "none"))
-    parts = Deep([(1, step)]).peak()
+    parts = highest(Deep([(1, step)]).moments())
     assert torch.equal(before[0], torch.get_rng_state())  # and nothing was drawn
     assert before[1] == {name: p.data_ptr() for name, p in model.named_parameters()}
     assert all(p.grad is None and not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
@@ -164,7 +165,7 @@ def test_the_peak_is_foreseen(case: dict[str, Any]) -> None:
 
 def peak_with(model: Any, batch: dict[str, Any], config: OptimizerConfig) -> Any:
     how = Conditions(lambda m: (build_optimizer(m, config), None), nullcontext, CPU)
-    return Deep([(1, rehearse(model, batch, how))]).peak()
+    return highest(Deep([(1, rehearse(model, batch, how))]).moments())
 
 
 def test_packed_sequences_see_themselves_alone() -> None:

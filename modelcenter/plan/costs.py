@@ -10,9 +10,10 @@ twice that. The update reads and writes this rank's part.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from math import ceil, log2
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import nn
 
 from ..errors import refuse
 from ..layers import Attention
+from ..ops._mode import rehearsal
+from ..ops.linear_cross_entropy import rows_of_a_chunk
 from ..parallel.averaging import BUCKET
 from ..parallel.device import LOW
 from ..parallel.machine import ROOM, Machine, Recompute
@@ -30,9 +33,10 @@ from .deep import Deep, rehearse_deep
 from .estimate import Estimate, Job
 from .rehearse import rehearse, rehearse_update
 from .sharded import Sharded, Sizes, sizes_of
-from .tally import Kind
+from .tally import Kind, Moments, highest
 
-POINT = 4096  # labels whose logits fill a chunk, whatever the vocabulary
+POINT = 8192  # labels with which a line begins: with fewer, more kernels take no longer than the smallest
+MOST = 18432  # with which it does however few words a vocabulary has
 GRAPHED = 0.04  # of the host's time is left where a CUDA graph makes the calls: on an H200, 0.9 of 33 ms and 3.9 of 105 ms
 COMPILED = 0.3  # of the host's calls are left where blocks are compiled
 # Of what an accelerator's caching allocator holds: 8 % for LoRA on LLaMA on one H200; of several ranks, whose segments can grow
@@ -48,8 +52,8 @@ class Costs:
     def __init__(self, job: Job, chip: Chip, limit: float | None = None) -> None:
         self.job, self.chip, self.limit = job, chip, chip.memory if limit is None else limit
         self.known: dict[Any, Deep] = {}
-        self.peak, self.timed, self.last = cache(self.peak_of), cache(self.seconds_of), cache(self.lasting_of)
-        self.sizes, self.flops = cache(self.sizes_of), cache(self.flops_of)
+        self.moments, self.timed, self.last = cache(self.moments_of), cache(self.seconds_of), cache(self.lasting_of)
+        self.sizes, self.flops, self.few = cache(self.sizes_of), cache(self.flops_of), cache(self.few_of)
         self.low = LOW.get(job.precision)
 
     def rehearsed(self, tp: int, recompute: Recompute, rows: int, forwards: int, shared: bool, records: bool = False,
@@ -78,11 +82,14 @@ class Costs:
         """Whether the device is a GPU that CUDA knows, here or elsewhere."""
         return self.job.how.gpu or self.job.how.device.type == "cuda"
 
-    @cached_property
-    def few(self) -> int:
-        """Rows of a micro-batch with which a line begins."""
+    def few_of(self, tp: int) -> int:
+        """Rows of a micro-batch with which a line begins. Their logits are more than one chunk; where ranks have parts of the
+        vocabulary more than two, as the first is still there when the second is formed."""
         labels = self.job.batch(1)["labels"]
-        return ceil(POINT / (labels.numel() if labels.dim() > 1 else self.job.tokens))
+        with rehearsal(gpu=self.cuda):
+            chunk, _ = rows_of_a_chunk(labels, ceil(self.job.model.config.vocab / tp), torch.bfloat16)
+        enough = min(max(POINT, chunk * (1 if tp == 1 else 2) + 1), MOST)
+        return ceil(enough / (labels.numel() if labels.dim() > 1 else self.job.tokens))
 
     @cached_property
     def own(self) -> torch.dtype:
@@ -117,8 +124,8 @@ class Costs:
 
     def drawn(self, machine: Machine, rows: int) -> Estimate:
         """The costs on straight lines over the rows: two rehearsals give two points of each, with enough labels that the logits are
-        formed in chunks of their greatest size. With fewer lines are others."""
-        few, many = self.few, self.shared_out(machine, rows)
+        formed in chunks of their greatest size (`few_of`). With fewer lines are others."""
+        few, many = self.few(machine.tensor_parallel), self.shared_out(machine, rows)
         forwards = ceil(many)
         if rows < few:
             return self.exact(machine, rows, many)
@@ -131,10 +138,16 @@ class Costs:
             keys = (*a, *(key for key in b if key not in a))
             return {key: max(0.0, a.get(key, 0) + (b.get(key, 0) - a.get(key, 0)) * at) for key in keys}
 
-        parts, busy = along(low.parts, high.parts), max(0.0, low.host + (high.host - low.host) * at)
+        def later(a: Sequence[Counter[Kind]], b: Sequence[Counter[Kind]]) -> list[Counter[Kind]]:
+            same = zip(a, b, strict=True) if len(a) == len(b) else [(highest({"": a}), highest({"": b}))]
+            return [Counter({kind: round(n) for kind, n in along(*pair).items()}) for pair in same]
+
+        # each moment has a line of its own: with more rows another needs the most
+        moments = {phase: later(some, high.moments[phase]) for phase, some in low.moments.items() if phase in high.moments}
+        busy = max(0.0, low.host + (high.host - low.host) * at)
         spent = self.waited(along(low.spent, high.spent), busy)
-        return replace(low, rows=rows, parts={kind: round(n) for kind, n in parts.items()}, spent=spent,
-                       seconds=sum(spent.values()), host=busy, flops=low.flops + (high.flops - low.flops) * at)
+        return replace(low, rows=rows, moments=moments, spent=spent, seconds=sum(spent.values()), host=busy,
+                       flops=low.flops + (high.flops - low.flops) * at)
 
     def waited(self, spent: dict[str, float], busy: float) -> dict[str, float]:
         """`spent` with the seconds for which the device waits for the host, which is `busy` for so many."""
@@ -152,7 +165,7 @@ class Costs:
         forwards = ceil(many)
         shared = machine.wrapped  # copies hold what one process would
         aside = machine.offload and self.apart
-        step, parts, graphed = self.step_of(machine, rows, forwards)
+        step, moments, graphed = self.step_of(machine, rows, forwards)
         spent = dict(self.update(machine) if shared else self.timed(step, tp, update=True))  # which was rehearsed with its step
         one = dict(self.timed(step, tp, machine.compile))
         one["host"] += self.called(host.cut(self.parts, machine) + host.recomputed(self.parts, machine), machine.compile)
@@ -176,39 +189,41 @@ class Costs:
         spent = self.waited(spent, busy)
         flops = many * self.flops(self.rehearsed(tp, "none", rows, forwards, shared, sequence=machine.sequence_parallel))
         kept = self.sharded(machine, forwards).beside if aside else 0
-        return Estimate(machine, rows, forwards, dict(parts), self.limit, sum(spent.values()), dict(spent), busy, flops,
+        return Estimate(machine, rows, forwards, moments, self.limit, sum(spent.values()), dict(spent), busy, flops,
                         job.rows * job.tokens, chip.rate(job.precision), job.rows, kept, chip.host_memory)
 
-    def step_of(self, machine: Machine, rows: int, forwards: int) -> tuple[Deep, Counter[Kind], bool]:
+    def step_of(self, machine: Machine, rows: int, forwards: int) -> tuple[Deep, Moments, bool]:
         """A rehearsed step, a rank's memory in it, and whether forward and backward are a CUDA graph. One that recomputes keeps
         what it cannot draw again, and is a graph if that fits. If it has room the step by calls has, and is not rehearsed."""
 
         def rehearsed(recompute: Recompute, records: bool = False) -> tuple[Deep, Counter[Kind]]:
             shared = machine.wrapped  # copies hold what one process would
             step = self.rehearsed(machine.tensor_parallel, recompute, rows, forwards, shared, records, machine.sequence_parallel)
-            return step, self.memory(step, machine, forwards)
+            return step, highest(self.memory(step, machine, forwards))
 
         again = machine.recompute != "none" and self.records(machine, rows, forwards)
         # the step that recomputes nothing, which takes more, is rehearsed for its arithmetic anyway
         if again and self.graphed(machine, rows, rehearsed("none")[1], forwards):
             recorded = rehearsed(machine.recompute, True)
-            if self.graphed(machine, rows, recorded[1], forwards) and sum(recorded[1].values()) <= self.limit:
+            if self.graphed(machine, rows, recorded[1], forwards) and recorded[1].total() <= self.limit:
                 return recorded[0], self.memory(recorded[0], machine, forwards, True), True
         found = rehearsed(machine.recompute)
         graphed = self.graphed(machine, rows, found[1], forwards)
         if again and graphed:
             recorded = rehearsed(machine.recompute, True)
-            graphed = sum(recorded[1].values()) <= self.limit
+            graphed = recorded[1].total() <= self.limit
             found = recorded if graphed else found
         return found[0], self.memory(found[0], machine, forwards, graphed), graphed
 
-    def memory(self, step: Deep, machine: Machine, forwards: int, graphed: bool = False) -> Counter[Kind]:
-        """A rank's memory at the peak of a rehearsed step."""
-        parts = self.sharded(machine, forwards, graphed).memory(step) if machine.wrapped else self.peak(step).copy()
+    def memory(self, step: Deep, machine: Machine, forwards: int, graphed: bool = False) -> Moments:
+        """A rank's memory at the moments of a rehearsed step."""
+        found = self.sharded(machine, forwards, graphed).memory(step) if machine.wrapped else self.moments(step)
+        moments = {phase: [parts.copy() for parts in some] for phase, some in found.items()}
         if self.apart:
-            parts["workspaces"] = WORKSPACES
-            parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * sum(parts.values()))
-        return parts
+            for parts in chain(*moments.values()):
+                parts["workspaces"] = WORKSPACES
+                parts["fragments"] = int((FRAGMENTS if machine.ranks == 1 else GROWN) * parts.total())
+        return moments
 
     def records(self, machine: Machine, rows: int, forwards: int) -> bool:
         """Whether forward and backward may be a CUDA graph (train/graphs.py): packed sequences are in low precision only."""
@@ -258,8 +273,8 @@ class Costs:
         return sum(work.flops * count for work, count in step.work().items())
 
     @staticmethod
-    def peak_of(step: Deep) -> Counter[Kind]:
-        return step.peak()
+    def moments_of(step: Deep) -> Moments:
+        return step.moments()
 
     def seconds_of(self, step: Deep, tp: int, compiled: bool = False, update: bool = False) -> dict[str, float]:
         """Seconds of a step's calls, or of its update's: of arithmetic, bytes, sums over tensor-parallel ranks, and the host."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..layers import Stack
 from .rehearse import Rehearsal
-from .tally import SEEN, Kind, Work
+from .tally import SEEN, Kind, Moments, Work
 
 LAST = SEEN.index("temporary")
 AHEAD = 2  # blocks of a stack that are rehearsed: the first and the last, and then one between
@@ -24,32 +24,42 @@ class Deep:
 
     parts: Sequence[tuple[int, Rehearsal]]
 
-    def peak(self, factors: Mapping[Kind, float] | None = None, gathered: Callable[[str], float] = lambda phase: 0.0
-             ) -> Counter[Kind]:
-        """The bytes of each kind at the moment that needs the most. Each kind counts `factors` times (once if it is not named), and
-        the bytes `gathered` in that phase are added."""
+    def moments(self, factors: Mapping[Kind, float] | None = None, gathered: Callable[[str], float] = lambda phase: 0.0
+                ) -> Moments:
+        """The bytes of each kind at the moments of each phase. Each kind counts `factors` times (once if it is not named), and the
+        bytes `gathered` in that phase are added."""
         of = [(factors or {}).get(kind, 1.0) for kind in SEEN]
 
-        def most(moments: Sequence[tuple[int, ...]]) -> list[float]:
-            scaled = ([x * f for x, f in zip(moment, of, strict=True)] for moment in moments)
-            return max(scaled, key=sum)
+        def rows(phase: str, parts: Sequence[Rehearsal]) -> list[list[list[float]]]:
+            """The moments of each part, which are those of the others, or if they have another number of them the highest alone."""
+            scaled = [[[x * f for x, f in zip(moment, of, strict=True)] for moment in part.moments[phase]] for part in parts]
+            alike = len({len(moments) for moments in scaled}) == 1
+            return scaled if alike else [[max(moments, key=sum)] for moments in scaled]
 
-        found: list[list[float]] = []
-        for phase in self.parts[0][1].moments:
-            if len(self.parts) > 1 and phase.endswith("between"):
+        times, parts = [count for count, _ in self.parts], [part for _, part in self.parts]
+        found: dict[str, list[list[float]]] = {}
+        for phase in parts[0].moments:
+            if len(parts) > 1 and phase.endswith("between"):
                 continue  # linear from the first to the last but one
-            each = [(times, most(part.moments[phase])) for times, part in self.parts]
-            whole = [sum(times * row[i] for times, row in each) for i in range(len(SEEN))]
+            each = rows(phase, parts)
+            whole = [[sum(n * x for n, x in zip(times, kind, strict=True)) for kind in zip(*same, strict=True)]
+                     for same in zip(*each, strict=True)]  # fmt: skip
             if phase == "update":  # what takes no more than so much in a shallow model takes no more in a deep one
-                whole[LAST] = min(whole[LAST], max(self.parts[0][1].scratch, *(row[LAST] for _, row in each)))
-            found.append([*whole, gathered(phase)])
+                for row, same in zip(whole, zip(*each, strict=True), strict=True):
+                    row[LAST] = min(row[LAST], max(parts[0].scratch, *(moment[LAST] for moment in same)))
+            found[phase] = whole
             if phase.startswith("backward") and phase.endswith("last"):
-                for _, part in self.parts[1:]:
+                for i, part in enumerate(parts[1:], 1):
                     if (then := phase.replace("last", "between")) in part.moments:  # the last but one, when what was last is done
-                        less, more = most(part.moments[phase]), most(part.moments[then])
-                        found.append([*(x - a + b for x, a, b in zip(whole, less, more, strict=True)), gathered(then)])
-        best = max(found, key=sum)
-        return Counter({kind: round(x) for kind, x in zip((*SEEN, "gathered"), best, strict=True) if x})
+                        before = zip(whole[0], each[i][0], strict=True)
+                        behind = [x - less for x, less in before]
+                        found[then] = [[x + y for x, y in zip(behind, row, strict=True)] for row in rows(then, [part])[0]]
+        kinds: tuple[Kind, ...] = (*SEEN, "gathered")
+
+        def counted(phase: str, row: Sequence[float]) -> Counter[Kind]:
+            return Counter({kind: round(x) for kind, x in zip(kinds, (*row, gathered(phase)), strict=True) if x})
+
+        return {phase: [counted(phase, row) for row in some] for phase, some in found.items()}
 
     def work(self, update: bool = False) -> Counter[Work]:
         total: Counter[Work] = Counter()

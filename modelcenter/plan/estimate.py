@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any
 
 from ..parallel.machine import LAYOUT, Machine
 from .rehearse import Arguments, Conditions
-from .tally import Kind
+from .tally import Kind, Moments, highest
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Estimate:
     machine: Machine
     rows: int  # of a micro-batch
     forwards: int  # micro-batches of a step on a rank
-    parts: Mapping[Kind, int]  # bytes at a rank's peak
+    moments: Moments  # bytes of a rank at the moments of a step
     limit: float  # bytes that a rank has
     seconds: float  # of a step
     spent: Mapping[str, float]  # the same divided by what a rank waits for: compute, memory, link, host, offload
@@ -44,6 +45,11 @@ class Estimate:
     batch: int  # rows of a step, on all ranks
     aside: int = 0  # bytes of a rank that the host keeps
     room: float = inf  # bytes that the host has for a rank
+
+    @cached_property
+    def parts(self) -> Mapping[Kind, int]:
+        """Bytes at a rank's peak."""
+        return highest(self.moments)
 
     @property
     def need(self) -> int:

@@ -45,7 +45,7 @@ def best_of(costs: Costs, machine: Machine, rows: int | None = None) -> Estimate
     ask = costs.estimate if len(sizes) > 1 else costs.exact
     tried: list[Estimate] = []
     for layout in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):
-        found = [ask(layout, n) for n in sizes if len(sizes) == 1 or n >= costs.few]
+        found = [ask(layout, n) for n in sizes if len(sizes) == 1 or n >= costs.few(machine.tensor_parallel)]
         if len(found) < len(sizes) and not any(e.fits for e in found):
             *others, least = sizes[len(found) :]
             last = ask(layout, least)

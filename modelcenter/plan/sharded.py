@@ -13,10 +13,10 @@ ZeRO (Rajbhandari et al., 2020) 1 and 2 keep all weights that came until the ste
 there are several micro-batches.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from ..layers import Stack
 from ..parallel.blocks import blocks, units
 from ..parallel.machine import Machine
 from .deep import Deep
-from .tally import Kind
+from .tally import Kind, Moments
 from .twin import shards
 
 
@@ -73,20 +73,21 @@ class Sharded:
     aside: bool = False  # the host keeps weights, gradients and optimizer
     graphed: bool = False  # micro-batches are a CUDA graph, at whose end nothing is under way
 
-    def memory(self, step: Deep) -> Counter[Kind]:
-        """Bytes at the peak of a rehearsed step with weights that other ranks send."""
+    def memory(self, step: Deep) -> Moments:
+        """Bytes at the moments of a rehearsed step with weights that other ranks send."""
         n, last = self.machine.fsdp, self.lasting
         factors: dict[Kind, float] = {"weights": 0.0, "optimizer": 0.0, "gradients": self.grows}
-        parts = step.peak(factors, self.gathered)
-        if self.kept:
-            parts["gradients"] = last["gradients"]
-        elif self.forwards > 1 and (not self.aside or self.machine.replicate > 1):
-            parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
-        elif self.aside:
-            parts["gradients"] = 0
-        parts["weights"] = self.stays + (0 if self.aside else ceil((last["weights"] - self.stays) / n))
-        parts["optimizer"] = 0 if self.aside else ceil(last["optimizer"] / n)
-        return parts
+        moments = step.moments(factors, self.gathered)
+        for parts in chain(*moments.values()):
+            if self.kept:
+                parts["gradients"] = last["gradients"]
+            elif self.forwards > 1 and (not self.aside or self.machine.replicate > 1):
+                parts["gradients"] = ceil(last["gradients"] / n)  # those of the micro-batches before
+            elif self.aside:
+                parts["gradients"] = 0
+            parts["weights"] = self.stays + (0 if self.aside else ceil((last["weights"] - self.stays) / n))
+            parts["optimizer"] = 0 if self.aside else ceil(last["optimizer"] / n)
+        return moments
 
     @property
     def stays(self) -> int:

@@ -28,6 +28,12 @@ KINDS: dict[Kind, str] = {
 }  # fmt: skip
 LASTING: tuple[Kind, ...] = ("weights", "optimizer", "gradients")  # there whatever the batch
 SEEN: tuple[Kind, ...] = (*LASTING, "activations", "loss", "temporary")  # what a rehearsal sees
+Moments = Mapping[str, Sequence[Counter[Kind]]]  # phase -> at each of its moments, the bytes of each kind
+
+
+def highest(moments: Moments) -> Counter[Kind]:
+    """The bytes of each kind at the moment that needs the most."""
+    return max((moment for some in moments.values() for moment in some), key=Counter.total)
 
 
 @contextmanager
