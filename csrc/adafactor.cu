@@ -180,20 +180,9 @@ __global__ void __launch_bounds__(THREADS, 3) step(const Pointers at, const Matr
     });
 }
 
-// out[c] for 32 of `width` columns: the sum of `lines` of them, each of 16 groups its own in their order, then the groups'.
-__device__ __forceinline__ void add_lines(const float* lines, int64_t count, int64_t width, int64_t first, float* out) {
-    __shared__ float sums[16][33], rests[16][33];
-    const int64_t c = first + threadIdx.x;
-    Total total;
-    if (c < width) {
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < count; i += 16) total.add(lines[i * width + c]);
-    }
-    sums[threadIdx.y][threadIdx.x] = total.sum, rests[threadIdx.y][threadIdx.x] = total.rest;
-    __syncthreads();
-    if (threadIdx.y || c >= width) return;
-    for (int y = 1; y < 16; y++) total.add(sums[y][threadIdx.x], rests[y][threadIdx.x]);
-    out[c] = total.whole();
+// out[c] for 32 of `width` columns, which are the sums of as many lines as `count`
+__device__ __forceinline__ void add_into(const float* lines, int64_t count, int64_t width, int64_t first, float* out) {
+    add_lines(lines, count, width, first, [out](int64_t c, float sum) { out[c] = sum; });
 }
 
 // sums: of each matrix that of its parameters, those of its rows, those of its columns
@@ -202,13 +191,13 @@ __global__ void __launch_bounds__(512) add_squares(const Matrices m, const float
     const float* const of_columns = of_rows + m.across * m.rows;
     float* const out = sums + int64_t{blockIdx.y} * (1 + m.rows + m.columns);
     const int64_t rows = (m.rows + 31) / 32, block = blockIdx.x;
-    if (block == 0) add_lines(of_columns + m.bands * m.columns, m.tiles(), 1, 0, out);
-    else if (block <= rows) add_lines(of_rows, m.across, m.rows, (block - 1) * 32, out + 1);
-    else add_lines(of_columns, m.bands, m.columns, (block - 1 - rows) * 32, out + 1 + m.rows);
+    if (block == 0) add_into(of_columns + m.bands * m.columns, m.tiles(), 1, 0, out);
+    else if (block <= rows) add_into(of_rows, m.across, m.rows, (block - 1) * 32, out + 1);
+    else add_into(of_columns, m.bands, m.columns, (block - 1 - rows) * 32, out + 1 + m.rows);
 }
 
 __global__ void __launch_bounds__(512) add_lengths(const Matrices m, const float* partial, float* lengths) {
-    add_lines(partial + int64_t{blockIdx.x} * m.tiles(), m.tiles(), 1, 0, lengths + blockIdx.x);
+    add_into(partial + int64_t{blockIdx.x} * m.tiles(), m.tiles(), 1, 0, lengths + blockIdx.x);
 }
 
 // Launch f(at, first, blocks, vector) for as many matrices at once as a launch has pointers for.

@@ -150,6 +150,24 @@ struct Total {
     __device__ __forceinline__ float whole() const { return rest - rest == 0.0f ? sum + rest : sum; }  // beside an infinity there is none
 };
 
+// put(c, sum) for 32 of `width` columns, from the first on: of `count` lines, each of 16 groups of threads adds its own in their order,
+// then the groups' sums are added in theirs. Blocks are 32 x 16 threads, all of which must call it, once.
+template <class Put>
+__device__ __forceinline__ void add_lines(const float* lines, int64_t count, int64_t width, int64_t first, const Put& put) {
+    __shared__ float sums[16][33], rests[16][33];
+    const int64_t c = first + threadIdx.x;
+    Total total;
+    if (c < width) {
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < count; i += 16) total.add(lines[i * width + c]);
+    }
+    sums[threadIdx.y][threadIdx.x] = total.sum, rests[threadIdx.y][threadIdx.x] = total.rest;
+    __syncthreads();
+    if (threadIdx.y || c >= width) return;
+    for (int y = 1; y < 16; y++) total.add(sums[y][threadIdx.x], rests[y][threadIdx.x]);
+    put(c, total.whole());
+}
+
 // A division of 64 bits costs more than the rest of a small kernel.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
     return a >> 32 || b >> 32 ? a / b : static_cast<uint32_t>(a) / static_cast<uint32_t>(b);

@@ -246,22 +246,12 @@ __global__ void __launch_bounds__(256) norm_columns(const Problem p) {
     }
 }
 
-// The lines of `partial`, added in their order by 16 threads a column and those in theirs.
+// The sums of the lines of `partial`: the gradients of the weight (dim), and behind them those of the bias.
 template <class W>
 __global__ void __launch_bounds__(512) norm_add_partial(const float* partial, int64_t lines, int64_t dim, int64_t width, W* dweight,
                                                        W* dbias) {
-    __shared__ float sums[16][33], rests[16][33];
-    const int64_t c = int64_t{blockIdx.x} * 32 + threadIdx.x;
-    Total total;
-    if (c < width) {
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < lines; i += 16) total.add(partial[i * width + c]);
-    }
-    sums[threadIdx.y][threadIdx.x] = total.sum, rests[threadIdx.y][threadIdx.x] = total.rest;
-    __syncthreads();
-    if (threadIdx.y || c >= width) return;
-    for (int y = 1; y < 16; y++) total.add(sums[y][threadIdx.x], rests[y][threadIdx.x]);
-    (c < dim ? dweight[c] : dbias[c - dim]) = from_float<W>(total.whole());
+    add_lines(partial, lines, width, int64_t{blockIdx.x} * 32,
+              [=](int64_t c, float sum) { (c < dim ? dweight[c] : dbias[c - dim]) = from_float<W>(sum); });
 }
 
 template <int D, int TOTAL, bool CENTRED, bool SHIFT, bool JOINT, int PACKS, int ROWS>
