@@ -24,7 +24,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from page import leave, stamp
 
 import modelcenter as mc
 from modelcenter.checkpoint.save import config_json
-from modelcenter.checkpoint.write import save_folder
+from modelcenter.checkpoint.write import Item, save_folder
 
 FAMILIES = {  # preset, transformers' class, fields that all sizes share
     "gpt2": ("gpt2", "GPT2LMHeadModel", {"vocab": 50257, "positions": 2048}),
@@ -66,8 +66,8 @@ def write_folder(folder: Path, family: str, gb: float, shard: str) -> int:
             flat[at : at + len(noise)] = noise[: len(flat) - at]
         return flat.view(shape)
 
-    tensors = [(name, shape, torch.bfloat16, lambda shape=shape: draw(shape)) for name, shape in shapes.values()]
-    save_folder(folder, tensors, max_shard_size=shard, extra_files={"config.json": config_json(model, torch.bfloat16)})
+    items = [Item(name, shape, torch.bfloat16, partial(draw, shape)) for name, shape in shapes.values()]
+    save_folder(folder, items, max_shard_size=shard, extra_files={"config.json": config_json(model, torch.bfloat16)})
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
