@@ -218,7 +218,7 @@ def matched(model: Model, folder: Folder, untied: Sequence[str], seed: int, path
         aliases=model.aliases, ignored=[*model.ignored, *other, *(o.removeprefix(model.prefix) for o in other)], untied=untied,
         foreign=foreign(model, folder),
     )  # fmt: skip
-    new = {n: s for n, s in model.shapes.items() if n in set(model.load_report.new)}
+    new = {name: model.shapes[name] for name in model.load_report.new}
     return {**found, **dense, **initial(model, new, seed, model.init_std)}
 
 

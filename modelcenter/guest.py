@@ -223,10 +223,10 @@ class Guest(nn.Module):
         """Whether the head, or what peft has put around it, gives scores over the vocabulary."""
         return hasattr(self.head, "shift")
 
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What a decoder reads to write `labels` (b s); transformers' collators call this."""
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """What a decoder reads to write `labels` (b s), which may be packed (`shift_right`); transformers' collators call this."""
         config: Any = self.config
-        return shift_right(labels, None, config.start, config.file.get("pad_token_id") or 0)
+        return shift_right(labels, lengths, config.start, config.file.get("pad_token_id") or 0)
 
     @property
     def generation_config(self) -> Any:

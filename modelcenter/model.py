@@ -26,8 +26,8 @@ from .layers import Batch, Cache, Head, Output
 from .layers.adapter import current_names
 from .layers.block import block_inputs
 from .layers.cache import Fixed
-from .layers.inputs import batch_of, check_items, check_mask, check_tokens, shift_right
-from .names import Names, Row, Shape
+from .layers.inputs import batch_of, check_items, check_mask, check_tokens
+from .names import Entry, Names, Row, Shape
 from .parallel.blocks import recomputed
 from .parallel.ranks import settle
 from .resize import resize
@@ -106,8 +106,8 @@ class Model(Guest):
 
     @staticmethod
     def tied(c: Any) -> Mapping[str, str]:
-        """Parameter -> the parameter it shares."""
-        return {}
+        """Parameter -> the parameter it shares: the head's matrix is the embedding's, if the config has a `tie` that is true."""
+        return {"head.out.weight": "embed.tokens.weight"} if getattr(c, "tie", False) else {}
 
     def init_std(self, name: str, shape: Shape) -> float:
         """The standard deviation of a new weight."""
@@ -174,10 +174,7 @@ class Model(Guest):
         self.refuse_unsupported(past_key_values, output_attentions, return_dict, others)
         if input_ids is not None and inputs_embeds is not None:
             refuse(None, "inputs_embeds", "given beside input_ids", "one of the two")
-        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None) if logits_to_keep else None
-        if kept is not None and (labels is not None or not self.scores):
-            found = "beside labels" if labels is not None else f"{logits_to_keep} with the task {self.task!r}"
-            refuse(None, "logits_to_keep", found, "leave it out: labels, and such heads, are of all tokens")
+        kept = self.kept(logits_to_keep, labels)
         if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.size(2) != self.config.dim):
             refuse(None, "inputs_embeds", f"shape {list(inputs_embeds.shape)}", f"(batch, tokens, {self.config.dim})")
         check_items(num_items_in_batch)
@@ -192,7 +189,7 @@ class Model(Guest):
             refuse(None, "use_cache", "true where the backward runs blocks anew, which would read their own tokens as past ones",
                    "leave it out of training")
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
-            decoder_input_ids = shift_right(labels, cu_seq_lens_q, self.config.start, self.config.file.get("pad_token_id") or 0)
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, cu_seq_lens_q)
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, mask=attention_mask, positions=position_ids, labels=labels,
             segments=token_type_ids, target=decoder_input_ids, target_mask=decoder_attention_mask, lengths_q=cu_seq_lens_q,
@@ -231,6 +228,14 @@ class Model(Guest):
             refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
         if return_dict is False:
             refuse(None, "return_dict", "False", "leave it out: the output has to_tuple(), and an index counts in that")
+
+    def kept(self, logits_to_keep: int | Tensor | None, labels: Tensor | None) -> Tensor | slice | None:
+        """The index of the tokens that get logits; None: all of them."""
+        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None) if logits_to_keep else None
+        if kept is not None and (labels is not None or not self.scores):
+            found = "beside labels" if labels is not None else f"{logits_to_keep} with the task {self.task!r}"
+            refuse(None, "logits_to_keep", found, "leave it out: labels, and such heads, are of all tokens")
+        return kept
 
     def targets(self, labels: Tensor | None, start: Tensor | None, end: Tensor | None) -> Tensor | None:
         """The labels, checked for the head that reads them; (b 2) of answers given as two tensors (b)."""
@@ -291,6 +296,11 @@ class Model(Guest):
         """Whether transformers saves this task without the backbone's prefix."""
         return self.task in ("backbone", "embed")
 
+    @property
+    def entries(self) -> list[Entry]:
+        """Each tensor of a file of this model, with the parameters that it holds."""
+        return list(self.table.entries(self.shapes, bare=self.bare))
+
     @classmethod
     @arguments(LOAD)
     def from_pretrained(cls, name: str | PathLike[str], **options: Any) -> Self:
@@ -316,7 +326,7 @@ class Model(Guest):
         if self.adapter is not None:
             save_adapter(self, Path(folder))
         else:
-            save_model(self, Path(folder), self.table, max_shard_size)
+            save_model(self, Path(folder), max_shard_size)
 
     generate = generate_tokens  # type: ignore[has-type, unused-ignore]  # in an import cycle mypy meets it with or without its type
 
@@ -326,7 +336,7 @@ class Model(Guest):
         if not isinstance(state_dict, Mapping):
             refuse(None, "state_dict", f"a {type(state_dict).__name__}", "what state_dict() gives; a folder is for mc.load")
         if not state_dict.keys() & self.shapes.keys():  # strict or not, nothing would be loaded
-            theirs = {entry.theirs for entry in self.table.entries(self.shapes, bare=self.bare)} & state_dict.keys()
+            theirs = {entry.theirs for entry in self.entries} & state_dict.keys()
             if theirs:
                 found = f"{min(theirs)}: transformers' names, where ours are {next(iter(self.shapes))} ..."
                 refuse(None, "state_dict", found, "save_pretrained of that model into a folder, and mc.load of it")
@@ -350,7 +360,7 @@ class Model(Guest):
         """Freeze the parameters whose names match one of the patterns, such as `embed.*`; our names and transformers' both work.
         Returns our names of the frozen parameters. Errors: `InputError` for a pattern that matches no parameter."""
         names: dict[str, tuple[str, ...]] = {name: (name,) for name in self.shapes}
-        names |= {entry.theirs: entry.ours for entry in self.table.entries(self.shapes, bare=self.bare)}
+        names |= {entry.theirs: entry.ours for entry in self.entries}
         frozen: list[str] = []
         for pattern in patterns:
             hits = [ours for n, ours in names.items() if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]

@@ -138,12 +138,14 @@ class Split:
         return self
 
     def parts(self, whole: Lazy, shapes: Sequence[Shape]) -> list[Lazy]:
+        """Our tensors, of these shapes, as parts of theirs; nothing is read."""
         if len(shapes) == 1:
             return [whole]
         ends = [sum(s[0] for s in shapes[: i + 1]) for i in range(len(shapes))]
         return [Rows(whole, end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse: their tensor, made of ours."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:

@@ -134,7 +134,7 @@ def test_header_accepted(tmp_path):
     tensors = {"s": torch.tensor(2.0), "z": torch.zeros(3, 0).double(), "m": torch.ones(2, 3).bfloat16()}
     save_file(tensors | {"é": torch.ones(1)}, file, metadata={"format": "pt"})
     header = read_header(file)
-    assert header.metadata == {"format": "pt"} and header.size == 12 + 4 + 4 and header.file == file
+    assert header.metadata == {"format": "pt"} and header.size == 12 + 4 + 4
     assert {k: (e.dtype, e.shape) for k, e in header.tensors.items()} == {
         "s": ("F32", ()), "z": ("F64", (3, 0)), "m": ("BF16", (2, 3)), "é": ("F32", (1,))
     }  # fmt: skip

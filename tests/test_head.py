@@ -16,6 +16,7 @@ from modelcenter import ops
 from modelcenter.layers import Batch, Linear, LMHead
 from modelcenter.layers.losses import value_loss
 from modelcenter.layers.view import View
+from modelcenter.ops import linear
 from modelcenter.ops import linear_cross_entropy as op
 from modelcenter.ops._kernels import available
 from modelcenter.ops._mode import rehearsal
@@ -153,7 +154,7 @@ def test_the_kernel_itself_ignores_rows_and_columns() -> None:
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("road", ["op", "reference"])
 def test_autocast(monkeypatch: pytest.MonkeyPatch, low: torch.dtype, units: bool, road: str) -> None:
-    monkeypatch.setattr(module, "has_low_units", lambda dtype: units)
+    monkeypatch.setattr(linear, "has_low_units", lambda dtype: units)
     for kind in (torch.float32, low):
         args = made(40, 16, 37)
         args[0] = args[0].detach().to(kind).requires_grad_()
@@ -185,7 +186,7 @@ def test_one_operator_in_a_graph(low: bool) -> None:
     torch.compile(loss, backend=counter, fullgraph=True)(*args)
     assert counter.frame_count == 1
     found = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*args), args[:3])
-    exactly = not low or module.has_low_units(torch.bfloat16)  # else torch may form a product in bf16 on another road when traced
+    exactly = not low or linear.has_low_units(torch.bfloat16)  # else torch may form a product in bf16 on another road when traced
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b) if exactly else (a - b).norm() < 1e-2 * b.norm()
 

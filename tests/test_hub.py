@@ -20,7 +20,7 @@ import pytest
 
 import modelcenter
 from modelcenter.__main__ import main
-from modelcenter.checkpoint import download, hub
+from modelcenter.checkpoint import download, hub, manifest
 from modelcenter.checkpoint.regular import check_inside
 from modelcenter.errors import LIMIT, InputError, MissingError
 
@@ -339,7 +339,8 @@ def test_a_file_that_came_too_short_does_not_stay(server: Hub, monkeypatch: pyte
 def test_a_download_moves_a_run_and_is_known_to_be_one(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several ranks that see no progress all end; and who is asked for his end does not wait for a download."""
     beats: list[int] = []
-    monkeypatch.setattr(download, "beat", lambda: beats.append(1))
+    for module in (download, manifest):
+        monkeypatch.setattr(module, "beat", lambda: beats.append(1))
     server.repos["someone/big"] = sharded()
     resolve("someone/big")
     assert len(beats) >= 2 * len(SHARDS), "as each comes, and as it is hashed"

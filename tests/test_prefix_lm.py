@@ -197,7 +197,8 @@ def test_a_prompt_is_generated_from_as_it_is_trained_on(kind: str) -> None:
 def test_context_ends_at_the_first_label() -> None:
     labels = torch.tensor([[-100, -100, 4, -100, 5], [7, 7, 7, 7, 7], [-100] * 5, [3, -100, -100, 2, 2]])
     assert context_of(labels)[:, 0].tolist() == [2, 1, 5, 3]
-    packed = context_of(labels.reshape(1, -1), torch.tensor([0, 5, 10, 15, 20]))
+    ends = [0, 5, 10, 15, 20]
+    packed = context_of(labels.reshape(1, -1), view.Packing.of(ends, ends, labels.device))
     assert torch.equal(packed, context_of(labels).reshape(1, -1))
 
 

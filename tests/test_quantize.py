@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import modelcenter as mc
 from modelcenter import ops
 from modelcenter.errors import InputError
 from modelcenter.layers import Attention, Int8Linear, NF4Linear, QuantizedLinear
+from modelcenter.ops import linear
 from modelcenter.ops import quantize as q
 from modelcenter.ops._kernels import available
+from modelcenter.ops._mode import rehearsal
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -357,6 +360,16 @@ def test_an_adapter_on_a_layer_learns_what_the_layer_lacks(kind: type[QuantizedL
         optimizer.step()
     assert losses[-1] < 0.05 * losses[0] and not torch.equal(front.weight, torch.eye(64))
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+
+
+def test_a_rehearsal_of_a_gpu_dequantises_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor on which a plan is made multiplies in hardware."""
+    monkeypatch.setattr(linear, "has_low_units", lambda dtype: False)
+    seen: list[torch.dtype] = []
+    with FakeTensorMode(), rehearsal(lambda name, args: seen.append(args[-1].dtype), gpu=True):
+        codes, scales = torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(8, 1)
+        ops.linear_nf4(torch.zeros(q.FEW + 1, 64, dtype=torch.bfloat16), codes, scales, None)
+    assert seen == [torch.bfloat16]
 
 
 def test_a_folder_with_whole_weights_is_refused(tmp_path: Path) -> None:

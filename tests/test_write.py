@@ -26,12 +26,12 @@ from modelcenter.checkpoint import save as whole
 from modelcenter.checkpoint.atomic import atomic_write, check_space, commit_folder, staging
 from modelcenter.checkpoint.folder import DTYPES, Folder, raw
 from modelcenter.checkpoint.strict_json import read_json
-from modelcenter.checkpoint.write import Item, parse_size, plan_shards, save_folder, shard_names, write_shard
+from modelcenter.checkpoint.write import Item, arranged, parse_size, save_folder, write_shard
 from modelcenter.errors import LIMIT, InputError
 
 
 def items(table):
-    return [(name, value.shape, value.dtype, lambda value=value: value) for name, value in table.items()]
+    return [Item(name, value.shape, value.dtype, lambda value=value: value) for name, value in table.items()]
 
 
 def save(path, table, size="5GB", **extra):
@@ -82,10 +82,6 @@ def test_folder_equals_the_peers(tmp_path, size):
     table = {k: v for k, v in every_dtype().items() if v.numel()}
     save(tmp_path / "out", table, size)
     plan = split_torch_state_dict_into_shards(table, max_shard_size=size)
-    assert plan.filename_to_tensors == dict(zip(
-        shard_names(len(plan.filename_to_tensors)),
-        plan_shards({k: v.numel() * v.itemsize for k, v in table.items()}, parse_size(size)), strict=True,
-    ))  # fmt: skip
     for file, keys in plan.filename_to_tensors.items():
         save_file({k: table[k] for k in keys}, tmp_path / "peer", metadata={"format": "pt"})
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "peer").read_bytes()
@@ -106,8 +102,8 @@ def test_folder_equals_the_peers(tmp_path, size):
 def test_plan_equals_the_peers(sizes, limit):
     table = {str(i): torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)}
     peer = split_torch_state_dict_into_shards(table, max_shard_size=limit)
-    plan = plan_shards({k: v.numel() for k, v in table.items()}, limit)
-    assert list(peer.filename_to_tensors.values()) == plan and list(peer.filename_to_tensors) == shard_names(len(plan))
+    plan = arranged(items(table), limit)
+    assert {file: [item.name for item in part] for file, part in plan.items()} == peer.filename_to_tensors
 
 
 def test_any_tensor_is_written(tmp_path):
@@ -133,7 +129,7 @@ def test_one_tensor_in_memory_at_a_time(tmp_path, size):
         made.append(weakref.ref(array))
         return torch.from_numpy(array)
 
-    table = [(f"w{i}", (100,), torch.float32, lambda i=i: make(i)) for i in range(6)]
+    table = [Item(f"w{i}", (100,), torch.float32, lambda i=i: make(i)) for i in range(6)]
     save_folder(tmp_path / "out", table, max_shard_size=size, extra_files={})
     assert len(made) == 6
 
@@ -217,7 +213,7 @@ def test_saves_into_the_folder_that_it_reads(tmp_path):
     table = {f"w{i}": torch.randn(5) for i in range(4)}
     save(out, table, 20)
     with Folder(out) as folder:
-        lazy = [(k, folder.shape(k), folder.dtype(k), lambda k=k: folder.slice(k)[...] + 1) for k in sorted(folder)]
+        lazy = [Item(k, folder.shape(k), folder.dtype(k), lambda k=k: folder.slice(k)[...] + 1) for k in sorted(folder.keys())]
         save_folder(out, lazy, max_shard_size=40, extra_files={})
     with Folder(out) as folder:
         assert all(torch.equal(folder.slice(k)[...], v + 1) for k, v in table.items())
@@ -252,22 +248,22 @@ def make_adapter(folder):
 
 
 def lie(tensor):
-    return {"tensors": [("w", (1,), torch.float32, lambda: tensor)]}
+    return {"items": [Item("w", (1,), torch.float32, lambda: tensor)]}
 
 
-ok = [("w", (1,), torch.float32, lambda: torch.ones(1))]
+ok = [Item("w", (1,), torch.float32, lambda: torch.ones(1))]
 lies = "torch.float32 (1,), as announced"
 REFUSED = {
     "a file": (make_file, {}, "out: a file; a folder"),
     "a full folder": (make_full, {}, "out: a folder with other files and no config.json"),
     "an adapter": (make_adapter, {}, "out: an adapter's folder; an empty folder, a model's or a new name"),
     "parent is a file": (lambda f: (f / "deep").write_text(""), {"path": "deep/out"}, "deep/out: "),
-    "no tensors": (None, {"tensors": []}, "out: 0 tensors to save"),
-    "twice": (None, {"tensors": ok + ok}, "out: w: a name that is taken"),
-    "reserved": (None, {"tensors": [("__metadata__", *ok[0][1:])]}, "out: __metadata__: a name that is taken"),
-    "bad name": (None, {"tensors": [("a\nb", *ok[0][1:])]}, "'a\\nb': a control character"),
-    "dtype": (None, {"tensors": [("w", (1,), torch.quint8, None)]}, "out: w: torch.quint8; one of torch.bool"),
-    "rank": (None, {"tensors": [("w", (1,) * 9, torch.float32, None)]}, "out: w: shape (1, 1, 1, 1, 1, 1, 1, 1, 1)"),
+    "no tensors": (None, {"items": []}, "out: 0 tensors to save"),
+    "twice": (None, {"items": ok + ok}, "out: w: a name that is taken"),
+    "reserved": (None, {"items": [ok[0]._replace(name="__metadata__")]}, "out: __metadata__: a name that is taken"),
+    "bad name": (None, {"items": [ok[0]._replace(name="a\nb")]}, "'a\\nb': a control character"),
+    "dtype": (None, {"items": [Item("w", (1,), torch.quint8, None)]}, "out: w: torch.quint8; one of torch.bool"),
+    "rank": (None, {"items": [Item("w", (1,) * 9, torch.float32, None)]}, "out: w: shape (1, 1, 1, 1, 1, 1, 1, 1, 1)"),
     "wrong shape": (None, lie(torch.ones(2)), f"w: torch.float32 (2,) torch.strided; {lies}"),
     "wrong dtype": (None, lie(torch.ones(1).half()), f"w: torch.float16 (1,) torch.strided; {lies}"),
     "sparse": (None, lie(torch.ones(1).to_sparse()), f"w: torch.float32 (1,) torch.sparse_coo; {lies}"),
@@ -275,7 +271,7 @@ REFUSED = {
     "extra path": (None, {"extra_files": {"../x": b""}}, "'../x': the name of an extra file"),
     "extra dots": (None, {"extra_files": {"..": b""}}, "'..': the name of an extra file"),
     "extra weight": (None, {"extra_files": {"model.safetensors": b""}}, "'model.safetensors': the name of an extra"),
-    "space": (None, {"tensors": [("w", (10**15,), torch.float32, None)]}, "4000000 GB needed; free space or"),
+    "space": (None, {"items": [Item("w", (10**15,), torch.float32, None)]}, "4000000 GB needed; free space or"),
     "too long": (None, {"path": "x" * 300}, "...: File name too long; nothing was changed"),
 }  # fmt: skip
 
@@ -286,9 +282,9 @@ def test_refused_and_nothing_left(tmp_path, case):
     if make:
         make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    options = {"path": "out", "tensors": ok, "extra_files": {"config.json": b"{}"}} | changed
+    options = {"path": "out", "items": ok, "extra_files": {"config.json": b"{}"}} | changed
     with pytest.raises(InputError) as error:
-        save_folder(tmp_path / options.pop("path"), options.pop("tensors"), **options)
+        save_folder(tmp_path / options.pop("path"), options.pop("items"), **options)
     text = str(error.value)
     assert text.startswith(str(tmp_path)) and found in text and "\n" not in text and len(text) <= LIMIT
     assert sorted(tmp_path.rglob("*")) == before
@@ -309,8 +305,7 @@ def boom():
 def test_failures_leave_the_old_model_and_no_temp(tmp_path, monkeypatch, how, path):
     save(tmp_path / "out", {"w": torch.ones(3)}, **{"a.txt": b"a"})
     before, tree = content(tmp_path / "out"), sorted(tmp_path.rglob("*"))
-    table = [(n, (n,), torch.float32, lambda n=n: torch.zeros(n)) for n in (3, 2**20)]
-    table = [(f"w{n}", *rest) for n, *rest in table]
+    table = [Item(f"w{n}", (n,), torch.float32, lambda n=n: torch.zeros(n)) for n in (3, 2**20)]
     expected: type[BaseException] = InputError
 
     def fail(*args, **kwargs):
@@ -325,10 +320,10 @@ def test_failures_leave_the_old_model_and_no_temp(tmp_path, monkeypatch, how, pa
 
     with monkeypatch.context() as patch:
         if how == "read":
-            table[1] = (*table[1][:3], lambda: torch.zeros(0).max())
+            table[1] = table[1]._replace(read=lambda: torch.zeros(0).max())
             expected = RuntimeError
         elif how == "interrupt":
-            table[1] = (*table[1][:3], boom)
+            table[1] = table[1]._replace(read=boom)
             expected = KeyboardInterrupt
         elif how == "disk full":
             patch.setattr(os, "write", full)
@@ -425,7 +420,7 @@ def test_kill_9_leaves_one_whole_model(tmp_path):
     out, draw = tmp_path / "out", random.Random(0)
 
     def save_version(version):
-        table = [(f"w{i}", (50,), torch.int64, lambda: torch.full((50,), version)) for i in range(6)]
+        table = [Item(f"w{i}", (50,), torch.int64, lambda: torch.full((50,), version)) for i in range(6)]
         save_folder(out, table, max_shard_size=800, extra_files={"config.json": b'{"version": %d}' % version})
 
     save_version(0)
@@ -450,7 +445,7 @@ def test_kill_9_leaves_one_whole_model(tmp_path):
         os.close(reader)
         said = int.from_bytes(acknowledged[-4:], "little") if acknowledged else version
         with Folder(out) as folder:
-            found = {folder.slice(k)[...].unique().item() for k in folder}
+            found = {folder.slice(f"w{i}")[...].unique().item() for i in range(6)}
             assert folder.keys() == {f"w{i}" for i in range(6)} and found == {folder.config["version"]}
         assert said <= folder.config["version"] <= said + 1 and (out / "README.md").read_text() == "mine"
         version = folder.config["version"]

@@ -78,7 +78,7 @@ def add_adapter(model: "Model", config: AdapterConfig, *, seed: int = 0) -> "Mod
 def sites(model: "Model") -> list[Site]:
     """Every linear layer of the model, as sites."""
     found = []
-    for entry in model.table.entries(model.shapes, bare=model.bare):
+    for entry in model.entries:
         ours = tuple(name.removesuffix(".weight") for name in entry.ours)
         if all(name.endswith(".weight") for name in entry.ours) and all(isinstance(model.get_submodule(n), LINEAR) for n in ours):
             found.append(Site(entry.theirs.removesuffix(".weight"), ours, entry.verb.rows, entry.verb.rows is not entry.verb))
@@ -169,7 +169,7 @@ def trained_whole(model: "Model", config: AdapterConfig) -> Iterator[str]:
     tied, new = set(model.shared.values()), set(model.load_report.new)
     new = new if len(new) < len(model.shapes) else set()  # of a model built at random no part is newer than another
     head = [n for n in model.shapes if n in new or (model.task in LABELLED and n.startswith("head.out."))]
-    entries = list(model.table.entries(model.shapes, bare=model.bare))
+    entries = model.entries
     modules = {name.split(".")[-2] for e in entries for name in (e.theirs, *e.ours)}
     for wanted in config.modules_to_save:
         hits = [e for e in entries if any(ends(name.rpartition(".")[0], wanted) for name in (e.theirs, *e.ours))]

@@ -31,7 +31,7 @@ def is_adapter(folder: str | os.PathLike[str]) -> bool:
 def copies(model: "Model", entry: Entry) -> list[str]:
     """Hugging Face's names of other tensors that repeat this entry's: for an embedding the head, if it is tied, and the tables of
     an encoder-decoder's stacks."""
-    own = {e.theirs for e in model.table.entries(model.shapes, bare=model.bare)}
+    own = {e.theirs for e in model.entries}
     tied = not set(model.shared.values()).isdisjoint(entry.ours)
     there = [alias for alias, of in model.aliases.items() if of == entry.theirs and alias not in own]
     return [alias for alias in there if tied or getattr(model, alias.partition(".")[0], None) is not None]

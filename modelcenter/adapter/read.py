@@ -101,7 +101,7 @@ class Saved:
     def spoken(self, model: "Model") -> "Saved":
         """The same with the names of the model's task: those of a backbone have another prefix, or none, in another class."""
         prefixes = tuple(p for p in (model.prefix, *(task.prefix for task in model.tasks.values())) if p)
-        known = {e.theirs.rpartition(".")[0] for e in model.table.entries(model.shapes, bare=model.bare)}
+        known = {e.theirs.rpartition(".")[0] for e in model.entries}
         written, names = dict[str, str](), dict[str, str]()
         for key in self.tensors:
             layer = next((key.removesuffix(k) for k in (A, B, M) if key.endswith(k)), key.rpartition(".")[0])
@@ -146,7 +146,7 @@ class Saved:
 
     def entries(self, model: "Model") -> list[Entry]:
         """The rows of names whose tensors the folder holds whole."""
-        return [e for e in model.table.entries(model.shapes, bare=model.bare) if e.theirs in self.tensors]
+        return [e for e in model.entries if e.theirs in self.tensors]
 
     def vocab(self, model: "Model") -> int | None:
         """How many words the folder's embedding has; None if it has no embedding."""

@@ -79,7 +79,7 @@ def whole_tensors(model: "Model") -> tuple[dict[str, Tensor], list[str]]:
     now = current_names(model)
     here = {name: model.get_parameter(now[name]) for name in model.shapes if name in now}
     changed = {name for name, p in here.items() if p.requires_grad or name in model.resized}
-    entries = [e for e in model.table.entries(model.shapes, bare=model.bare) if not changed.isdisjoint(e.ours)]
+    entries = [e for e in model.entries if not changed.isdisjoint(e.ours)]
     trained = {name: here[name] for e in entries for name in e.ours}  # theirs may hold more than what has changed
     gathered = {name: whole(p, model.shapes[name]) for name, p in trained.items()}
     shapes = {name: model.shapes[name] for name in gathered}

@@ -147,12 +147,14 @@ def replace_folder(temp: str | os.PathLike[str], final: str | os.PathLike[str], 
 
 def check_space(folder: str | os.PathLike[str], size: int) -> None:
     """Refuse when the file system that holds `folder` (or will, once it is made) has fewer than `size` bytes free."""
-    place = Path(folder).resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_at(Path(folder).resolve())
     if free < size:
         refuse(folder, None, f"{in_words(free)} free, {in_words(size)} needed", "free space or another disk")
+
+
+def free_at(path: Path) -> int:
+    """The free bytes of the file system that holds `path`, or will, once it is made."""
+    return shutil.disk_usage(next(p for p in (path, *path.absolute().parents) if p.exists())).free
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -4,10 +4,8 @@ It takes one copy of the weights (safetensors before .bin, never both) with the 
 fetched last, so that a cache that holds all the weights holds everything.
 """
 
-import hashlib
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,8 +16,9 @@ from typing import Any
 from ..errors import InputError, refuse, refuse_missing, tell
 from ..errors import size as in_words
 from ..parallel.watch import beat
-from .atomic import atomic_write
+from .atomic import atomic_write, free_at
 from .files import ADAPTER, ADAPTER_BIN, PLACE
+from .manifest import sha256_of
 from .strict_json import read_json
 
 COMPANIONS = re.compile(
@@ -31,7 +30,6 @@ MODULES = {"Pooling": ("config.json",), "Dense": ("config.json", "model.safetens
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 PATIENCE = 10.0  # seconds to wait for the hub's first answer
 STALE = 3600.0  # seconds after which nobody writes a file of a download any more
-CHUNK = 16 << 20  # bytes hashed at once
 
 _downloads = 0  # under way in this process
 
@@ -133,7 +131,7 @@ def announce(listing: Listing, todo: Collection[str]) -> None:
     from huggingface_hub import constants
 
     volume, heavy = (sum(listing.sizes[f] or 0 for f in some) for some in (todo, listing.weights))
-    free = shutil.disk_usage(existing(Path(constants.HF_HUB_CACHE))).free
+    free = free_at(Path(constants.HF_HUB_CACHE))
     left, lies = left_over(listing.folder)
     config = next(filter(Path.is_file, map(listing.folder.joinpath, CONFIGS)))
     count = parameters(listing.total, read_json(config), heavy)
@@ -185,14 +183,8 @@ def damage(path: Path, size: int | None, sha256: str | None) -> str:
     """What is wrong with a file that has just been fetched; empty if it is what the hub lists."""
     if not whole(path, size):
         return f"{path.stat().st_size} bytes came, the hub lists {size}"
-    if sha256 is None:
-        return ""
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            found.update(chunk)
-            beat()
-    return "" if found.hexdigest() == sha256 else "other bytes came than the hub lists, by their sha256"
+    known = sha256 is None or sha256_of(path) == sha256
+    return "" if known else "other bytes came than the hub lists, by their sha256"
 
 
 def whole(path: Path, size: int | None) -> bool:
@@ -217,11 +209,6 @@ def left_over(folder: Path) -> tuple[int, Path]:
             stat = path.stat()
             size += stat.st_size if time.time() - stat.st_mtime > STALE else 0
     return size, blobs / "*.incomplete"
-
-
-def existing(path: Path) -> Path:
-    """The nearest folder above `path` that exists: its disk is the one that will be filled."""
-    return next(p for p in (path, *path.absolute().parents) if p.is_dir())
 
 
 def bar(**fixed: Any) -> Any:

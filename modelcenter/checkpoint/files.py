@@ -6,8 +6,8 @@ No torch here, nor in `header.py`: a hostile or broken file is refused in well u
 import os
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,11 +27,22 @@ FOREIGN = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".
 
 @dataclass(frozen=True)
 class Index:
-    """A checked index.json: tensor name -> file name, and for safetensors the header of each file."""
+    """A checked index.json: tensor name -> file name, the names by file, and for safetensors the header of each file."""
 
     file: Path
     weight_map: Mapping[str, str]
-    headers: Mapping[str, Header] = field(default_factory=dict)
+    promised: Mapping[str, Set[str]]
+    headers: Mapping[str, Header]
+
+    def check(self, file: str, held: Set[str]) -> None:
+        """Refuse a file that holds (`held`) others than the tensors that the index places there."""
+        here = self.file.parent / file
+        for name in sorted(self.promised[file] - held):
+            refuse(here, name, f"no such tensor, though {self.file.name} places it here", "the files of one save only")
+        for name in sorted(held - self.promised[file]):
+            other = self.weight_map.get(name)
+            found = f"held here and in {other}" if other else f"a tensor that {self.file.name} does not list"
+            refuse(here, name, found, "each tensor once")
 
 
 def read_index(path: str | os.PathLike[str]) -> Index:
@@ -65,18 +76,14 @@ def read_index(path: str | os.PathLike[str]) -> Index:
         if pattern.fullmatch(file) and file not in promised:
             refuse(path.parent / file, None, f"a file that {path.name} does not list", "the files of one save only")
     headers = {file: read_header(path.parent / file) for file in sorted(promised)} if safe else {}
+    index = Index(path, weight_map, promised, headers)
     for file, header in headers.items():
-        for name in sorted(promised[file] - header.tensors.keys()):
-            refuse(path.parent / file, name, f"no such tensor, though {path.name} places it here", "the files of one save only")
-        for name in sorted(header.tensors.keys() - promised[file]):
-            other = weight_map.get(name)
-            found = f"held here and in {other}" if other else f"a tensor that {path.name} does not list"
-            refuse(path.parent / file, name, found, "each tensor once")
+        index.check(file, header.tensors.keys())
     size, said = sum(h.size for h in headers.values()), table.get("metadata")
     said = said.get("total_size") if isinstance(said, dict) else None
     if headers and said is not None and said != size:
         warnings.warn(f"{path}: total_size: {said}; the tensors hold {size} bytes", stacklevel=2)
-    return Index(path, weight_map, headers)
+    return index
 
 
 def weighs(folder: str | os.PathLike[str]) -> bool:

@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from itertools import product
@@ -95,9 +95,13 @@ class Folder:
             for file, header in read_index(weights).headers.items():
                 self._add(header.tensors, self.path / file)
         elif weights.name.endswith(".bin"):
-            self._slices = {k: BinSlice(t, weights, i) for i, (k, t) in enumerate(read_bin(weights).items())}
+            self._add_bin(read_bin(weights), weights)
         else:
-            self._add_bins(weights)
+            index = read_index(weights)
+            for name in sorted(index.promised):
+                held = read_bin(self.path / name)
+                index.check(name, held.keys())
+                self._add_bin(held, self.path / name)
 
     def _add(self, tensors: Mapping[str, Entry], file: Path) -> None:
         with open_regular(file) as opened:
@@ -108,18 +112,9 @@ class Folder:
                 refuse(file, name, f"dtype {entry.dtype}", f"one of {', '.join(DTYPES)}")
             self._slices[name] = FileSlice(entry, file, name, fd)
 
-    def _add_bins(self, index: Path) -> None:
-        weight_map = read_index(index).weight_map
-        for file in sorted(set(weight_map.values())):
-            held = read_bin(self.path / file)
-            for name in sorted(n for n, f in weight_map.items() if f == file and n not in held):
-                refuse(self.path / file, name, f"no such tensor, though {index.name} places it here", "the files of one save only")
-            for number, (name, tensor) in enumerate(held.items()):
-                if weight_map.get(name) != file:
-                    other = weight_map.get(name)
-                    found = f"held here and in {other}" if other else f"a tensor that {index.name} does not list"
-                    refuse(self.path / file, name, found, "each tensor once")
-                self._slices[name] = BinSlice(tensor, self.path / file, number)
+    def _add_bin(self, tensors: Mapping[str, Tensor], file: Path) -> None:
+        for number, (name, tensor) in enumerate(tensors.items()):
+            self._slices[name] = BinSlice(tensor, file, number)
 
     def keys(self) -> frozenset[str]:
         """The names of all tensors, as the files spell them."""
@@ -163,9 +158,6 @@ class Folder:
 
     def __len__(self) -> int:
         return len(self._slices)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
 
 
 class FileSlice:

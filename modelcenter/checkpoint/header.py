@@ -50,7 +50,6 @@ class Entry(NamedTuple):
 class Header:
     """A checked safetensors header: `tensors` in file order, `metadata` as written, `size` of the data in bytes."""
 
-    file: Path
     tensors: Mapping[str, Entry]
     metadata: Mapping[str, str]
     size: int
@@ -106,7 +105,7 @@ def header_of(path: Path, table: dict[str, Any], base: int, total: int) -> Heade
         end = entry.stop
     if end != total:
         refuse(path, f"byte {end}", f"{total - end} bytes after the last tensor", "the end of the file")
-    return Header(path, tensors, metadata, total - base)
+    return Header(tensors, metadata, total - base)
 
 
 def entry_of(path: Path, name: str, info: Any, base: int, room: int) -> Entry:

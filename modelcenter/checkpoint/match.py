@@ -113,14 +113,15 @@ def match(
     fresh = {name for e in absent for name in e.ours}
     shared = {n for e in names.entries(shapes) if names.prefix and e.theirs.startswith(names.prefix) for n in e.ours} & headed
     if fresh not in (set(), headed, headed - shared):
-        refuse_absent(folder, absent, [key for key in keys.real if key not in {*theirs, *aliases, *idle}])
+        refuse_absent(folder, absent, [key for key in keys.real if not (key in theirs or key in aliases or key in idle)])
 
     present = [e for e in entries if e.theirs in found]
     table = names.load(lambda name: keys[found[name]], {name: shapes[name] for e in present for name in e.ours}, bare=plain)
     shaped = [(e, keys[found[e.theirs]].shape, e.verb.shape([shapes[n] for n in e.ours])) for e in present]
     if wrong := [row for row in shaped if row[1] != row[2]]:
         refuse_shapes(folder, wrong, headed)
-    refuse_codes(folder, keys, [found[e.theirs] for e in present])
+    for e in present:
+        refuse_code(folder, keys.real[found[e.theirs]])
 
     used = set(found.values())
     report, strange = LoadReport(new=sorted(fresh), renamed=keys.renamed, untied=list(untied)), []
@@ -171,13 +172,8 @@ def over(folder: Folder) -> tuple[str, str]:
     return said, "; leave that out, or begin anew (init=random, mc.build)"
 
 
-def refuse_codes(folder: Folder, keys: Keys, used: Iterable[str]) -> None:
-    """Refuse weights that are quantised although config.json does not say so."""
-    for key in used:
-        refuse_code(folder, keys.real[key])
-
-
 def refuse_code(folder: Folder, key: str) -> None:
+    """Refuse a weight that is quantised although config.json does not say so."""
     kind = folder.dtype(key)
     if not kind.is_floating_point or kind.itemsize == 1:
         refuse(folder.file(key), key, str(kind).removeprefix("torch."), "weights in fp16, bf16, fp32 or fp64")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import InputError, refuse, tell
-from ..names import Names
 from .atomic import disk_errors, write_new
 from .config import write as keys_of
 from .exchange import Slot, write
@@ -23,7 +23,7 @@ from .group import Group
 from .load import local, whole
 from .regular import check_inside
 from .sentence import files_of
-from .write import Item, arranged, layout, save_folder
+from .write import Item, arranged, layout, parse_size, save_folder
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -49,37 +49,20 @@ def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
     return {name: data for name, data in under.items() if name == GENERATION or own.keys() <= {GENERATION}} | own
 
 
-def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str | int) -> None:
+def save_model(model: "Model", folder: Path, max_shard_size: str | int) -> None:
     """Write weights, config.json and companions. With several ranks each writes a part of the files, and none gathers a tensor; all
     return when the folder is complete. Errors: `InputError`, on all ranks if on one."""
-    parameters = dict(model.named_parameters())
-    if missing := sorted(model.shapes.keys() - parameters.keys()):
-        modules, path = dict(model.named_modules()), missing[0].split(".")[:-1]
-        gone = next((name for name in accumulate(path, "{}.{}".format) if name not in modules), None)
-        if gone is not None and gone.rpartition(".")[2].isdecimal():
-            wanted = "mc.build with a config of what is left ({'layers': 6}), whose load_state_dict takes this one's state_dict()"
-            refuse(None, gone, "taken out of the model, and the config has it", wanted)
-        wanted = "a model with whole weights: a quantised layer's linear(), prune.remove or remove_parametrizations gives them back"
-        refuse(None, missing[0], "not a parameter", wanted)
-    for name, shape in model.shapes.items():
-        if not hasattr(parameters[name], "placements") and parameters[name].shape != shape:  # a sharded one may be padded
-            wanted = f"{list(shape)}, as the config says; resize_token_embeddings gives a vocabulary another size"
-            refuse(None, name, f"has shape {list(parameters[name].shape)}", wanted)
+    parameters, names = dict(model.named_parameters()), model.table
+    check_parameters(model, parameters)
     warn_of_left(folder, parameters.keys() - model.shapes.keys())
     kind = next(p.dtype for p in parameters.values())
-    kinds = {e.theirs: reduce(torch.promote_types, (parameters[name].dtype for name in e.ours))
-             for e in names.entries(model.shapes, bare=model.bare)}  # fmt: skip
-    tensors = [
-        (theirs, shape, kinds[theirs], make)
-        for theirs, shape, make in names.save(
-            {name: partial(whole, parameters[name], shape) for name, shape in model.shapes.items()},
-            model.shapes,
-            bare=model.bare,
-        )
-    ]
+    kinds = {e.theirs: reduce(torch.promote_types, (parameters[name].dtype for name in e.ours)) for e in model.entries}
+    wholes = {name: partial(whole, parameters[name], shape) for name, shape in model.shapes.items()}
+    saved = names.save(wholes, model.shapes, bare=model.bare)
+    items = [Item(theirs, shape, kinds[theirs], make) for theirs, shape, make in saved]
     extra = {**model.companions, **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        save_folder(folder, tensors, max_shard_size=max_shard_size, extra_files=extra)
+        save_folder(folder, items, max_shard_size=max_shard_size, extra_files=extra)
         return
     if other := [name for name in model.shapes if parameters[name].dtype != kind]:
         refuse(folder, other[0], str(parameters[other[0]].dtype), f"{kind}, as the first of the weights")
@@ -92,12 +75,28 @@ def save_model(model: "Model", folder: Path, names: Names, max_shard_size: str |
 
     group, device = Group(dist.group.WORLD), next(iter(held.values()))[1].device
     if group.rank == 0:
-        lead(group, device, write_all, partial(save_folder, folder, tensors, max_shard_size=max_shard_size, extra_files=extra))
+        lead(group, device, write_all, partial(save_folder, folder, items, max_shard_size=max_shard_size, extra_files=extra))
         return
     with disk_errors(folder):
         temp = word(group, device)
-        write_all(Path(temp), arranged(tensors, max_shard_size))
+        write_all(Path(temp), arranged(items, parse_size(max_shard_size)))
         word(group, device)
+
+
+def check_parameters(model: "Model", parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose parameters are no longer those that its config describes."""
+    if missing := sorted(model.shapes.keys() - parameters.keys()):
+        modules, path = dict(model.named_modules()), missing[0].split(".")[:-1]
+        gone = next((name for name in accumulate(path, "{}.{}".format) if name not in modules), None)
+        if gone is not None and gone.rpartition(".")[2].isdecimal():
+            wanted = "mc.build with a config of what is left ({'layers': 6}), whose load_state_dict takes this one's state_dict()"
+            refuse(None, gone, "taken out of the model, and the config has it", wanted)
+        wanted = "a model with whole weights: a quantised layer's linear(), prune.remove or remove_parametrizations gives them back"
+        refuse(None, missing[0], "not a parameter", wanted)
+    for name, shape in model.shapes.items():
+        if not hasattr(parameters[name], "placements") and parameters[name].shape != shape:  # a sharded one may be padded
+            wanted = f"{list(shape)}, as the config says; resize_token_embeddings gives a vocabulary another size"
+            refuse(None, name, f"has shape {list(parameters[name].shape)}", wanted)
 
 
 def warn_of_left(folder: Path, names: Iterable[str]) -> None:

@@ -108,7 +108,7 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
         raise SaveError(f"step {step} not saved: {printable(str(error))}; the older ones are intact") from error
     trust(final)
     if keep is not None and ranks.first:
-        prune(folder, keep, newest=final)
+        prune(folder, keep, final)
     return final
 
 
@@ -181,14 +181,14 @@ def check_there(name: str | os.PathLike[str]) -> None:
         refuse_missing(name, None, "no such folder", f"of the runs in {path.parent}: {nearest(path.name, runs)}")
 
 
-def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path | None = None) -> None:
+def prune(output_dir: str | os.PathLike[str], keep: int, newest: Path) -> None:
     """Remove all but the newest `keep` verified checkpoints, at least two, and never `newest`.
 
     Broken ones are neither counted nor removed: they may be all that is left. A fault of the disk is one line on stderr.
     """
     good = [path for path in steps(output_dir) if valid(path)]
     for path in good[max(keep, 2) :]:
-        if newest is None or path != newest:
+        if path != newest:
             _remove(path)
 
 
@@ -214,9 +214,9 @@ def make_way(final: Path) -> None:
     _say(f"{final} was broken; it is now {aside.name}")
 
 
-def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]", ranks: Ranks = ALONE) -> Files:
+def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]", ranks: Ranks) -> Files:
     """Write `<group>.safetensors`, or this rank's, as safetensors would, hashing on the way; the file's row of the manifest."""
-    from .write import DTYPE_NAMES, DTYPE_ORDER, Item, shard_header, tensor_bytes
+    from .write import DTYPE_NAMES, Item, shard_chunks
 
     whole = {name: tensor_of(entry) for name, entry in table.items()}
     items = [Item(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in whole.items()]  # type: ignore[misc]  # t is bound
@@ -226,9 +226,7 @@ def write_group(folder: Path, group: str, table: "Mapping[str, Tensor | Piece]",
             refuse(path, item.name, str(item.dtype), f"one of {', '.join(map(str, DTYPE_NAMES))}")
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield shard_header(items)
-        for item in sorted(items, key=lambda item: (-DTYPE_ORDER[DTYPE_NAMES[item.dtype]], item.name)):
-            data = tensor_bytes(path, item)
+        for data in shard_chunks(path, items):
             for start in range(0, len(data), PIECE):
                 yield data[start : start + PIECE]
 

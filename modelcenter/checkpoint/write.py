@@ -1,7 +1,7 @@
 """Writes Hugging Face folders: shards are planned from shapes alone and written one tensor at a time; a folder appears all at once.
 
 The files are byte for byte those of `safetensors.torch.save_file(..., metadata={"format": "pt"})`, and the split and the file names
-are those of transformers' `save_pretrained` (huggingface_hub's `split_torch_state_dict_into_shards`).
+are those of transformers' `save_pretrained`, for huggingface_hub decides both.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,13 +70,13 @@ def shard_chunks(path: str | os.PathLike[str], items: Iterable[Item], metadata: 
 
 def save_folder(
     path: str | os.PathLike[str],
-    tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]],
+    items: Sequence[Item],
     *,
     max_shard_size: int | str = "5GB",
     extra_files: Mapping[str, bytes],
     write: Callable[[Path, Mapping[str, Sequence[Item]]], None] = write_shards,
 ) -> None:
-    """Write `tensors` (name, shape, dtype, read) and `extra_files` (config.json and the like) as the folder `path`.
+    """Write the tensors `items` and `extra_files` (config.json and the like) as the folder `path`.
 
     `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced while its other files
     stay. Each `read` is called once, and its tensor released before the next. The folder changes in one step at the very end.
@@ -84,14 +85,12 @@ def save_folder(
     """
     with disk_errors(path):
         target = Path(path).resolve()
-        items = [Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors]
         limit = parse_size(max_shard_size)
         _check_items(target, items)
         _check_extras(target, extra_files)
         _check_target(target)
         parts = arranged(items, limit)
-        index = {file: [item.name for item in part] for file, part in parts.items()}
-        extras = dict(extra_files) if len(parts) == 1 else {**extra_files, INDEX: index_json(items, index)}
+        extras = dict(extra_files) if len(parts) == 1 else {**extra_files, INDEX: index_json(parts)}
         headers = sum(len(shard_header(part)) for part in parts.values())
         check_space(target, sum(item.size for item in items) + headers + sum(map(len, extras.values())))
         with staging(target) as temp:
@@ -106,12 +105,16 @@ def save_folder(
                 commit_folder(temp, target)
 
 
-def arranged(tensors: Iterable[tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]],
-             max_shard_size: int | str) -> dict[str, list[Item]]:
-    """The tensors by the file that they belong into."""
-    items = {name: Item(name, tuple(shape), dtype, read) for name, shape, dtype, read in tensors}
-    shards = plan_shards({item.name: item.size for item in items.values()}, parse_size(max_shard_size))
-    return {file: [items[name] for name in names] for file, names in zip(shard_names(len(shards)), shards, strict=True)}
+def arranged(items: Iterable[Item], limit: int) -> dict[str, list[Item]]:
+    """The tensors by the file that they belong into. In their order, a file is filled up to `limit` bytes; a larger tensor has one
+    of its own."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    named = {item.name: item for item in items}
+    split = split_state_dict_into_shards_factory(
+        named, get_storage_size=attrgetter("size"), filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+    )
+    return {file: [named[name] for name in names] for file, names in split.filename_to_tensors.items()}
 
 
 def layout(files: Mapping[str, Sequence[Item]]) -> Iterator[tuple[str, bytes, dict[str, int], int]]:
@@ -147,42 +150,14 @@ def tensor_bytes(path: str | os.PathLike[str], item: Item) -> memoryview:
     return raw(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
 
 
-def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names by shard: filled in the order given up to `limit` bytes; a larger tensor gets a shard of its own.
-
-    A shard is listed when it closes, as huggingface_hub does, so a large tensor's shard comes before the one that was
-    being filled when it was met.
-    """
-    shards: list[list[str]] = []
-    current: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if size > limit:
-            shards.append([name])
-            continue
-        if filled + size > limit:
-            shards.append(current)
-            current, filled = [], 0
-        current.append(name)
-        filled += size
-    return [*shards, current] if current else shards
-
-
-def shard_names(count: int) -> list[str]:
-    """The file names of `count` shards."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def index_json(items: Iterable[Item], shards: Mapping[str, Sequence[str]]) -> bytes:
-    """The content of model.safetensors.index.json for `shards`, file name -> tensor names."""
-    items = list(items)
+def index_json(files: Mapping[str, Sequence[Item]]) -> bytes:
+    """The content of model.safetensors.index.json, where these files hold these tensors."""
+    items = [item for part in files.values() for item in part]
     metadata = {
         "total_parameters": sum(math.prod(item.shape) for item in items),
         "total_size": sum(item.size for item in items),
     }
-    weight_map = {name: file for file, names in shards.items() for name in names}
+    weight_map = {item.name: file for file, part in files.items() for item in part}
     text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True)
     return f"{text}\n".encode()
 

@@ -123,8 +123,9 @@ class Options:
         return self.max_length - prompt
 
 
+NAMES = tuple(f.name for f in fields(Options))
 # The keys that count where they stand in config.json, as in files of before 2023, which have no file of their own for them.
-LEGACY = ({f.name for f in fields(Options)} - {"seed"}) | {key for key in UNSUPPORTED if not key.startswith(("output_", "return_"))}
+LEGACY = ({*NAMES} - {"seed"}) | {key for key in UNSUPPORTED if not key.startswith(("output_", "return_"))}
 
 
 def several(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -138,17 +139,16 @@ def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[s
     None means not given. What transformers has and this package has not is refused, unless its value does nothing: an empty list of
     processors or criteria, for example.
     """
-    known = [f.name for f in fields(Options)]
     for name in options:
         nothing = options[name] is None or (isinstance(options[name], list) and not options[name])
-        if name not in (*known, *UNSUPPORTED, *WITHOUT_EFFECT) and not (nothing and name in GENERATE):
-            refuse_argument("generate", name, GENERATE, known)
-    base, over = chosen(given, known, file), chosen(options, known, None)
+        if name not in (*NAMES, *UNSUPPORTED, *WITHOUT_EFFECT) and not (nothing and name in GENERATE):
+            refuse_argument("generate", name, GENERATE, NAMES)
+    base, over = chosen(given, file), chosen(options, None)
     if "max_length" in over:
         base.pop("max_new_tokens", None)
     bind(Options, base, file)
     ids = ("eos_token_id", "pad_token_id", "decoder_start_token_id")
-    model = chosen({name: config.get(name) for name in ids}, known, "config.json")
+    model = chosen({name: config.get(name) for name in ids}, "config.json")
     found = bind(Options, {**model, **base, **over})
     for names, used, wanted in ((DRAWN, found.do_sample, "do_sample=true"), (SEARCHED, found.num_beams > 1, "num_beams from 2")):
         for name in names:  # of the call alone: a file's are for those who draw
@@ -157,14 +157,14 @@ def read(given: Mapping[str, Any], options: Mapping[str, Any], config: Mapping[s
     return found
 
 
-def chosen(values: Mapping[str, Any], known: list[str], file: str | None) -> dict[str, Any]:
+def chosen(values: Mapping[str, Any], file: str | None) -> dict[str, Any]:
     """Those of `values` that are options of ours and given."""
     for name, neutral in UNSUPPORTED.items():
         value = values.get(name)
         if value is not None and value not in neutral:
             held = "take it out of the file, or in Python read none of it: generation_config={}"
             refuse(file, name, f"{str(value)[:60]} is not implemented", held if file and file.endswith(".json") else "leave it out")
-    given = {name: plain(values[name]) for name in known if values.get(name) is not None}
+    given = {name: plain(values[name]) for name in NAMES if values.get(name) is not None}
     if file and given.get("pad_token_id") == -1:  # how old files say that there is none
         del given["pad_token_id"]
     return given

@@ -23,15 +23,7 @@ def rules(o: Options, prompt: int, new: int, mask: Tensor | None, allowed: Allow
 
     Rows of one prompt stand together.
     """
-    for name, ids in (("suppress_tokens", o.suppress_tokens), ("begin_suppress_tokens", o.begin_suppress_tokens),
-                      ("decoder_start_token_id", several(o.decoder_start_token_id)),
-                      ("bad_words_ids", [i for word in o.bad_words_ids for i in word]),
-                      ("forced_bos_token_id", several(o.forced_bos_token_id)),
-                      ("forced_eos_token_id", several(o.forced_eos_token_id))):  # fmt: skip
-        if max(ids, default=0) >= vocab:
-            refuse(None, name, str(max(ids)), f"ids below {vocab}, the model's vocabulary")
-    if len(set(o.suppress_tokens)) == vocab:
-        refuse(None, "suppress_tokens", f"all {vocab} ids", "at least one id that may be generated")
+    check_vocab(o, vocab)
     words = [word for word in o.bad_words_ids if word not in [(end,) for end in o.ends]]
     least = o.min_length if o.min_new_tokens is None else prompt + o.min_new_tokens
     out: list[Rule] = []
@@ -62,6 +54,19 @@ def rules(o: Options, prompt: int, new: int, mask: Tensor | None, allowed: Allow
         keep = 1 if o.num_beams == 1 else len(o.ends) + 1 if o.ends else 2  # so that a beam can go on
         out.append(lambda ids, scores: filtered(scores, o, keep))
     return out
+
+
+def check_vocab(o: Options, vocab: int) -> None:
+    """Refuse options that name ids which the vocabulary does not have, or ban all that it has."""
+    for name, ids in (("suppress_tokens", o.suppress_tokens), ("begin_suppress_tokens", o.begin_suppress_tokens),
+                      ("decoder_start_token_id", several(o.decoder_start_token_id)),
+                      ("bad_words_ids", [i for word in o.bad_words_ids for i in word]),
+                      ("forced_bos_token_id", several(o.forced_bos_token_id)),
+                      ("forced_eos_token_id", several(o.forced_eos_token_id))):  # fmt: skip
+        if max(ids, default=0) >= vocab:
+            refuse(None, name, str(max(ids)), f"ids below {vocab}, the model's vocabulary")
+    if len(set(o.suppress_tokens)) == vocab:
+        refuse(None, "suppress_tokens", f"all {vocab} ids", "at least one id that may be generated")
 
 
 def unshared(rule: Rule, ids: Tensor, scores: Tensor) -> Tensor:

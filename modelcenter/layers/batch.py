@@ -47,7 +47,7 @@ class Batch:
         if self.cache is not None and self.cache.length:
             return self
         words = torch.full(self.x.shape[:2], IGNORE, device=self.x.device) if words is None else words
-        return replace(self, context=context_of(words, None if self.packing is None else self.packing.q.there))
+        return replace(self, context=context_of(words, self.packing))
 
     @property
     def past(self) -> int:
@@ -79,11 +79,6 @@ class Batch:
         return self.past + self.queries
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.packing.longest if self.packing is not None else self.keys
-
-    @property
     def decoder(self) -> "Batch":
         """The decoder's side, which every batch of an encoder-decoder has."""
         assert self.target is not None
@@ -103,7 +98,10 @@ class Batch:
     @property
     def span(self) -> tuple[int, int]:
         """The numbers of queries and keys that a bias must cover: those of the longest sequence."""
-        return (self.queries, self.keys) if self.packing is None else (self.longest, self.longest)
+        if self.packing is None:
+            return self.queries, self.keys
+        longest = self.packing.k.longest
+        return longest, longest
 
     @property
     def at(self) -> Tensor:
@@ -121,15 +119,14 @@ class Batch:
             return self.step(self.cache, bias, angles)
         if causal and (packing := self.restarts()) is not None:
             return replace(self, packing=packing).view(causal=True, bias=bias, angles=angles)
+        context = self.context if causal else None
+        view = partial(View, None, causal, self.packing, angles, cache=self.cache, seen=self.mask, context=context)
         if isinstance(bias, Distances):
             if bias.served:
-                open_ = self.context if causal else None
-                return View(None, causal, self.packing, angles, None, self.cache, bias, self.mask, open_)
+                return view(distances=bias)
             bias = bias.spread()
-        context = self.context if causal else None
         if bias is None and (repeats(self.x) or (context is not None and on_gpu(self.x))):
-            masked = Once(partial(self.masked, causal, bias, angles))
-            return View(None, causal, self.packing, angles, None, self.cache, None, self.mask, context, masked)
+            return view(masked=Once(partial(self.masked, causal, bias, angles)))
         return self.masked(causal, bias, angles)
 
     def restarts(self) -> Packing | None:
@@ -160,20 +157,20 @@ class Batch:
         else:
             known = self.context[0].tolist()
             masks = {n: merged(real=None, context=torch.full((1, 1), n, device=self.x.device))[0] for n in set(known)}
-            return View([masks[n] for n in known], False, self.packing, angles, cache=self.cache)
+            return View([masks[n] for n in known], packing=self.packing, angles=angles, cache=self.cache)
         return View(mask, rule, self.packing, angles, cache=self.cache)
 
     def step(self, cache: Fixed, bias: Tensor | Distances | None, angles: Angles | None) -> View:
         """What one token may see of a cache of fixed shape: the places that are filled. If nothing else is hidden, and the kernel
         counts the keys itself, no mask is made."""
         if bias is None and self.mask is None and cache.counted:
-            return View(None, False, None, angles, cache=cache)
+            return View(angles=angles, cache=cache)
         if isinstance(bias, Distances):
             bias = bias.row(cache.at)
         real = cache.there if self.mask is None else self.mask & cache.there
         mask, _ = merge(1, self.keys, self.x.device, causal=False, real=real, bias=bias)
         assert mask is not None
-        return View(cache.additive(mask), False, None, angles, cache=cache)
+        return View(cache.additive(mask), angles=angles, cache=cache)
 
     def across(self, memory: Tensor, source: "Batch") -> View:
         """Cross-attention from these tokens to `memory` (b t dim), the encoder's output for `source`."""
@@ -187,10 +184,10 @@ class Batch:
         return View(packing=packing, memory=memory, cache=self.cache, seen=source.mask, masked=Once(lambda: view))
 
 
-def context_of(labels: Tensor, ends: Tensor | None = None) -> Tensor:
-    """How many tokens stand before the first label of each sequence: (b 1) int32, or (1 n) of packed sequences with these `ends`.
-    A sequence's very first label is ignored, since no token predicts it."""
-    ends = torch.arange(2, device=labels.device) * labels.size(1) if ends is None else ends.long()
+def context_of(labels: Tensor, packing: Packing | None = None) -> Tensor:
+    """How many tokens stand before the first label of each sequence: (b 1) int32, or (1 n) of packed sequences. A sequence's very
+    first label is ignored, since no token predicts it."""
+    ends = torch.arange(2, device=labels.device) * labels.size(1) if packing is None else packing.q.there.long()
     found = torch.nn.functional.pad(labels != IGNORE, (1, 1)).index_fill(1, ends[:-1] + 1, False).cumsum(1)
     first = torch.searchsorted(found, found[:, ends[:-1]].contiguous(), right=True) - 1
     return (torch.minimum(first, ends[1:]) - ends[:-1]).to(torch.int32)

@@ -118,6 +118,7 @@ class LMHead(Head):
         classes(labels, (batch.target or batch).x.shape[:2], "one for each token")
 
     def logits(self, x: Tensor) -> Tensor:
+        """The scores (.. vocab) of hidden states (.. dim)."""
         if self.transform is not None:
             x = self.transform(x)
         scores: Tensor = self.out(x if self.scale == 1.0 else x * self.scale)

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import refuse
-from ..ops import relative_attention
 from ..ops._graph import recording
 from ..ops._mode import autocast_dtype, plain
 from ..ops._op import wide
-from ..ops.relative_attention import spread
+from ..ops.relative_attention import relative_attention, spread
 from ..ops.rotary import rotary_
 from .embedding import read
 from .onto import kept, onto

@@ -72,10 +72,6 @@ class Packing:
         """The largest numbers of queries and of keys in a sequence."""
         return self.q.longest, self.k.longest
 
-    @property
-    def longest(self) -> int:
-        return self.k.longest
-
 
 class Once:
     """A view that is made when a layer first asks for it, and then kept."""

@@ -3,7 +3,7 @@
 Queries, keys and values are one matrix whose rows are interleaved head by head.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,10 +98,6 @@ class BLOOM(Model):
 
     prefix = "transformer."
     aliases = {"lm_head.weight": "transformer.word_embeddings.weight"}
-
-    @staticmethod
-    def tied(c: BLOOMConfig) -> Mapping[str, str]:
-        return {"head.out.weight": "embed.tokens.weight"} if c.tie else {}
 
     @staticmethod
     def names(c: BLOOMConfig) -> Iterator[Row]:

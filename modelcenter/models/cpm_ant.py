@@ -94,7 +94,7 @@ class CPMAnt(Model):
         else:
             ends = [end + n * i for i, end in enumerate(bounds)]
             packing = Packing.of(ends, ends, x.device)
-        context = None if labels is None else context_of(labels, None if batch.packing is None else batch.packing.q.there) + n
+        context = None if labels is None else context_of(labels, batch.packing) + n
         whole = replace(batch, x=x, mask=mask, packing=packing, context=context, prompt=n)
         bias = self.bias(*whole.span, prompt=n, pair=(PROMPT, TEXT))
         out: Tensor = self.decoder(x, whole.view(causal=labels is not None, bias=bias))

@@ -3,7 +3,7 @@
 Cerebras-GPT (Dey et al., 2023) has the same layout in other sizes; its 13B is `gpt2-13b`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -112,10 +112,6 @@ class GPT(Model):
     prefix = "transformer."
     aliases = {"lm_head.weight": "transformer.wte.weight"}
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias", "multiple_choice_head.*")
-
-    @staticmethod
-    def tied(c: GPTConfig) -> Mapping[str, str]:
-        return {"head.out.weight": "embed.tokens.weight"} if c.tie else {}
 
     def init_std(self, name: str, shape: Shape) -> float:
         # what writes into the residual stream is scaled by 1 / sqrt(number of residual layers): section 2.3

@@ -4,7 +4,7 @@ LLaMA 2 shares keys and values between heads in its largest size, LLaMA 3 in all
 frequencies to 131072 positions (Llama team, 2024). Rotation covers whole heads, channel i together with i + head_dim / 2.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -128,10 +128,6 @@ class LLaMA(Model):
     prefix = "model."
     aliases = {"lm_head.weight": "model.embed_tokens.weight"}
     ignored = ("*rotary_emb.inv_freq",)
-
-    @staticmethod
-    def tied(c: LLaMAConfig) -> Mapping[str, str]:
-        return {"head.out.weight": "embed.tokens.weight"} if c.tie else {}
 
     @staticmethod
     def names(c: LLaMAConfig) -> Iterator[Row]:

@@ -3,7 +3,7 @@
 v1.1 and FLAN (Shazeer, 2020; Chung et al., 2022) gate the feed-forward layer and do not tie the head to the embedding. With the
 published weights the feed-forward layer overflows in fp16: use bf16 or fp32."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -124,10 +124,6 @@ class T5(Model):
     # a file without `shared` holds a copy of it, first an embedding: its head may be another matrix
     aliases = dict.fromkeys(("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"), "shared.weight")
     ignored = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)  # in old files; never used
-
-    @staticmethod
-    def tied(c: T5Config) -> Mapping[str, str]:
-        return {"head.out.weight": "embed.tokens.weight"} if c.tie else {}
 
     def init_std(self, name: str, shape: Shape) -> float:
         # as the authors': what attention does not scale, its queries do

@@ -70,7 +70,7 @@ def watch(mode: str | int) -> None:
 
 
 @contextmanager
-def undisturbed(watched: bool = True) -> Iterator[None]:
+def undisturbed(watched: bool) -> Iterator[None]:
     """If `watched`, waiting for the device, in any thread, is an error before it happens, while the record is still intact; and
     garbage is not collected, because some objects must not be destroyed meanwhile."""
     collects, mode = gc.isenabled(), torch.cuda.get_sync_debug_mode()

@@ -183,15 +183,15 @@ class Twice(torch.autograd.Function):
         return None, dx, dresidual, *affine[: 1 + centred], None, None, None
 
 
-def cases(device: str, dtype: torch.dtype, biased: bool) -> Iterator[tuple[Any, ...]]:
-    """x, weight, perhaps bias; the eps is each norm's own."""
+def cases(biased: bool, eps: float, device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """x, weight, perhaps bias, and the eps, which is each norm's own."""
     for shape in ((1, 1), (3, 7), (2, 5, 64), (0, 8), (97, 130), (4, 4096)):
         weights = (torch.rand(shape[-1], device=device, dtype=dtype) + 0.5 for _ in range(2 if biased else 1))
-        yield torch.randn(shape, device=device, dtype=dtype) + 0.5, *weights
+        yield torch.randn(shape, device=device, dtype=dtype) + 0.5, *weights, eps
 
 
-def add_cases(device: str, dtype: torch.dtype, biased: bool, eps: float) -> Iterator[tuple[Any, ...]]:
-    for x, *weights in cases(device, dtype, biased):
-        yield x, torch.randn_like(x), *weights, eps, None, 0.0
-        yield x, torch.randn_like(x), *weights, eps, draw(x.device), 0.1
-    yield x, torch.randn_like(x), *weights, eps, draw(x.device), 1.0
+def add_cases(biased: bool, eps: float, device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    for x, *rest in cases(biased, eps, device, dtype):
+        yield x, torch.randn_like(x), *rest, None, 0.0
+        yield x, torch.randn_like(x), *rest, draw(x.device), 0.1
+    yield x, torch.randn_like(x), *rest, draw(x.device), 1.0

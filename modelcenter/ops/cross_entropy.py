@@ -45,6 +45,7 @@ def cross_entropy_forward(logits: Tensor, labels: Tensor, smoothing: float = 0.0
 
 @raw("(Tensor grad, Tensor logits, Tensor labels, Tensor lse, float smoothing, float z) -> Tensor")
 def cross_entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, smoothing: float, z: float) -> Tensor:
+    """The gradient of the logits (n vocab), from that of the loss and the logsumexp of every row."""
     logits = logits.contiguous()
     out = torch.empty_like(logits)
     call("cross_entropy_backward", logits, labels.contiguous(), lse, grad, smoothing, z, out)

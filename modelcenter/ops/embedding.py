@@ -41,6 +41,7 @@ def embedding_forward(ids: Tensor, table: Tensor, pad: int | None) -> Tensor:
 
 @raw("(Tensor grad, Tensor ids, SymInt vocab, int? pad) -> Tensor")
 def embedding_backward(grad: Tensor, ids: Tensor, vocab: int, pad: int | None) -> Tensor:
+    """The gradient of a table of `vocab` rows, of which those at `ids` have the gradients `grad` (.. dim)."""
     dim, ids = grad.size(-1), ids.reshape(-1)
     grad, dtable = grad.reshape(-1, dim).contiguous(), grad.new_empty((vocab, dim))
     none = -1 if pad is None else pad

@@ -5,7 +5,8 @@ of x or of the residual: under autocast the matrix products read it in half prec
 bias (None) the reference runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,17 +82,11 @@ def add_takes(
     return bias is not None and share(p) and _norm.takes(x, residual, weight, bias, dtype)
 
 
-def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for args in _norm.cases(device, dtype, True):
-        yield *args, 1e-5
-
-
-def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return _norm.add_cases(device, dtype, True, 1e-5)
-
-
-layer_norm = op("layer_norm", reference, cases, Kernel(layer_norm_forward, saved, backward, takes=takes))
+layer_norm = op(
+    "layer_norm", reference, partial(_norm.cases, True, 1e-5),
+    Kernel(layer_norm_forward, saved, backward, takes=takes),
+)  # fmt: skip
 add_layer_norm = op(
-    "add_layer_norm", add_reference, add_cases,
+    "add_layer_norm", add_reference, partial(_norm.add_cases, True, 1e-5),
     Kernel(add_layer_norm_forward, add_saved, add_backward, takes=add_takes, results=2, streams=2),
 )  # fmt: skip

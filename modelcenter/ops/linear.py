@@ -46,6 +46,13 @@ def has_low_units(dtype: torch.dtype) -> bool:
     return dtype != torch.float16 or bool(torch.cpu._is_amx_fp16_supported())
 
 
+def formed_in(x: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of products with x, if autocast's is `dtype`: fp32 on a CPU without units for low precision."""
+    kind = dtype or x.dtype
+    here = x.device.type == "cpu" and not on_gpu(x) and x.dtype != torch.float64
+    return torch.float32 if here and kind in LOW and not has_low_units(kind) else kind
+
+
 def low_dtype(x: Tensor) -> torch.dtype | None:
     """The low precision in which a product with `x` would be computed on a CPU without units for it; otherwise None."""
     if x.device.type != "cpu" or on_gpu(x):
@@ -61,15 +68,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """`linear` of x with each weight and its bias. On a GPU it is one op, and the gradient of x is summed within the products."""
-    if not all(map(plain, (x, *weights))) or torch.compiler.is_compiling() or transformed():
-        return tuple(map(partial(F.linear, x), weights, biases))
-    if (low := low_dtype(x)) is not None and not few(x, weights, low):
-        # ignored: torch has no types for apply
-        return tuple(Wide.apply(x, w, b, low) for w, b in zip(weights, biases, strict=True))  # type: ignore[no-untyped-call]
-    if (low := trained_low(x, weights)) is not None:
-        out: tuple[Tensor, ...] = Summed.apply(x, low, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no types there
-        return out
+    if not intercepted(x, *weights):
+        if (low := low_dtype(x)) is not None and not few(x, weights, low):
+            # ignored: torch has no types for apply
+            return tuple(Wide.apply(x, w, b, low) for w, b in zip(weights, biases, strict=True))  # type: ignore[no-untyped-call]
+        if (low := trained_low(x, weights)) is not None:
+            out: tuple[Tensor, ...] = Summed.apply(x, low, *weights, *biases)  # type: ignore[no-untyped-call]  # as above
+            return out
     return tuple(map(partial(F.linear, x), weights, biases))
+
+
+def intercepted(*tensors: Tensor) -> bool:
+    """Whether a product of these must be made of torch's own functions."""
+    return not all(map(plain, tensors)) or torch.compiler.is_compiling() or transformed()
 
 
 def few(x: Tensor, weights: Sequence[Tensor], low: torch.dtype) -> bool:
@@ -82,9 +93,8 @@ def few(x: Tensor, weights: Sequence[Tensor], low: torch.dtype) -> bool:
 def rectified(x: Tensor, weight: Tensor, seed: Tensor | None = None, p: float = 0.0) -> Tensor:
     """relu(x weight^T) for x (.. in) and weight (out in): .. out, with dropout if there is a seed. On a GPU, in training, relu is
     part of the product, and dropout's backward is part of the next products."""
-    seen = not all(map(plain, (x, weight))) or torch.compiler.is_compiling() or transformed()
     out: Tensor
-    if seen or (low := trained_low(x, (weight,))) is None:
+    if intercepted(x, weight) or (low := trained_low(x, (weight,))) is None:
         out = relu(linear(x, weight))
         out = out if seed is None else dropout(out, None, seed, p)
     else:
@@ -222,11 +232,10 @@ def unrounded(ctx: Any, *kept: Tensor | None) -> None:
 
 def formed(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool = False) -> Tensor:
     """x weight^T + bias, in their dtype, with relu if asked for."""
-    rows, turned = x.reshape(-1, x.size(-1)), weight.t()
     if not relu:
         return F.linear(x, weight, bias)
     bias = weight.new_zeros(len(weight)) if bias is None else bias  # what has torch do both at once
-    return torch._addmm_activation(bias, rows, turned).view(*x.shape[:-1], len(weight))
+    return torch._addmm_activation(bias, x.reshape(-1, x.size(-1)), weight.t()).view(*x.shape[:-1], len(weight))
 
 
 class Rounded(threading.local):

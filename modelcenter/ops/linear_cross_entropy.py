@@ -26,7 +26,7 @@ from ._mode import autocast_dtype, fake, kept_graph, on_gpu, real, unseen, witho
 from ._op import OPS, Kernel, Op, look, raw
 from ._tied import whole
 from .cross_entropy import IGNORE, cross_entropy, summed
-from .linear import LOW, has_low_units, multiply
+from .linear import formed_in, multiply
 
 CHUNK = 1024  # rows of logits that the reference holds at a time: 1024 x 50257 in fp32 are 206 MB
 X, WEIGHT, BIAS = 1, 2, 4  # bits of `grads`
@@ -59,13 +59,6 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, sc
             return F.linear(x if scale == 1.0 else x * scale, weight, bias)
 
     return chunked(scores, x, labels, smoothing, z)
-
-
-def formed_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of products with x, if autocast's is `dtype`: fp32 on a CPU without units for low precision."""
-    kind = dtype or x.dtype
-    here = x.device.type == "cpu" and not on_gpu(x) and x.dtype != torch.float64
-    return torch.float32 if here and kind in LOW and not has_low_units(kind) else kind
 
 
 @raw("(Tensor x, Tensor weight, Tensor? bias, Tensor labels, float scale=1.0, float smoothing=0.0, float z=0.0, "

@@ -30,7 +30,7 @@ from torch import Tensor
 from ._kernels import call, served
 from ._mode import without_autocast
 from ._op import FLOATS, Kernel, op, raw, wide
-from .linear import LOW, has_low_units
+from .linear import formed_in
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -158,12 +158,7 @@ def linear_int8_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor
 
 def unrounded(x: Tensor) -> torch.dtype:
     """The dtype in which the references multiply `x`: few rows in at least fp32, as in the kernels that read the codes."""
-    return torch.promote_types(x.dtype, torch.float32) if math.prod(x.shape[:-1]) <= FEW else product_dtype(x)
-
-
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which to multiply `x`: fp32 on a CPU without units for lower precision, otherwise its own."""
-    return torch.float32 if x.dtype in LOW and x.device.type == "cpu" and not has_low_units(x.dtype) else x.dtype
+    return torch.promote_types(x.dtype, torch.float32) if math.prod(x.shape[:-1]) <= FEW else formed_in(x)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -185,24 +180,24 @@ def few(name: str, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
 def linear_nf4_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     if math.prod(x.shape[:-1]) <= FEW:
         return few("product_nf4", x, codes, scales, bias)
-    return linear(x, dequantize_nf4_forward.direct(codes, scales, x.shape[-1], product_dtype(x)), bias)
+    return linear(x, dequantize_nf4_forward.direct(codes, scales, x.shape[-1], formed_in(x)), bias)
 
 
 @raw("(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
 def linear_int8_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     if math.prod(x.shape[:-1]) <= FEW:
         return few("product_int8", x, codes, scales, bias)
-    return linear(x, dequantize_int8_forward.direct(codes, scales, product_dtype(x)), bias)
+    return linear(x, dequantize_int8_forward.direct(codes, scales, formed_in(x)), bias)
 
 
 @raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
 def linear_nf4_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
-    return linear(grad, dequantize_nf4_forward.direct(codes, scales, cols, product_dtype(grad)).t(), None)
+    return linear(grad, dequantize_nf4_forward.direct(codes, scales, cols, formed_in(grad)).t(), None)
 
 
 @raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
 def linear_int8_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
-    return linear(grad, dequantize_int8_forward.direct(codes, scales, product_dtype(grad)).t(), None)
+    return linear(grad, dequantize_int8_forward.direct(codes, scales, formed_in(grad)).t(), None)
 
 
 def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:

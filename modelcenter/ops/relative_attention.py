@@ -117,6 +117,7 @@ def relative_attention_forward(
     context: Tensor | None, longest_q: int, longest_k: int, prompt: int, reach: int, scale: float, causal: bool,
     seed: Tensor | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result, and for each row (b h s, fp32) the logarithm to base 2 of its sum of e^score; infinite if it sees nothing."""
     q, k, v = packs(q, k, v)
     out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
     given = dense(bias, seen, lengths_q, lengths_k, context)

@@ -3,7 +3,8 @@
 `add_rms_norm` normalises residual + dropout(x), and returns that total too. `dtype` is that of the norm, as for layer_norm.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,17 +75,11 @@ def add_takes(
     return share(p) and _norm.takes(x, residual, weight, None, dtype)
 
 
-def cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    for args in _norm.cases(device, dtype, False):
-        yield *args, 1e-6
-
-
-def add_cases(device: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
-    return _norm.add_cases(device, dtype, False, 1e-6)
-
-
-rms_norm = op("rms_norm", reference, cases, Kernel(rms_norm_forward, saved, backward, takes=takes))
+rms_norm = op(
+    "rms_norm", reference, partial(_norm.cases, False, 1e-6),
+    Kernel(rms_norm_forward, saved, backward, takes=takes),
+)  # fmt: skip
 add_rms_norm = op(
-    "add_rms_norm", add_reference, add_cases,
+    "add_rms_norm", add_reference, partial(_norm.add_cases, False, 1e-6),
     Kernel(add_rms_norm_forward, add_saved, add_backward, takes=add_takes, results=2, streams=2),
 )

@@ -35,6 +35,7 @@ def apart(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 @raw("(Tensor x, Tensor cos, Tensor sin, bool interleaved, bool back) -> Tensor")
 def rotary_turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) -> Tensor:
+    """x rotated by the angles, or, with `back`, by their negatives, which is how a gradient is."""
     x = x.contiguous()
     y = torch.empty_like(x)
     call("rotary", y, x, cos.contiguous(), sin.contiguous(), interleaved, back)

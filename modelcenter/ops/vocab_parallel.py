@@ -17,7 +17,7 @@ from torch import Tensor
 from ._mode import autocast_dtype, on_gpu, once, part
 from ._op import wide
 from .cross_entropy import IGNORE
-from .linear import LOW, has_low_units
+from .linear import formed_in
 from .linear_cross_entropy import rows_of_a_chunk
 
 
@@ -41,13 +41,11 @@ def vocab_parallel_cross_entropy(x: Tensor, weight: Tensor, bias: Tensor | None,
     own, shift = (p if p is None or alone else p.to_local(grad_placements=p.placements) for p in parts)
     assert own is not None
     mesh = None if alone else parts[0].device_mesh
-    kind = x.dtype if x.dtype == torch.float64 else autocast_dtype(x.device) or x.dtype
+    kind = x.dtype if x.dtype == torch.float64 else formed_in(x, autocast_dtype(x.device))
     if not on_gpu(x):
         unknown = (labels != IGNORE) & ((labels < 0) | (labels >= vocab))
         if bool(unknown.any()):
             raise ValueError(f"linear_cross_entropy: label {int(labels[unknown][0])} of a vocabulary of {vocab}")
-        if kind in LOW and not has_low_units(kind):
-            kind = torch.float32
     group, first = (None, 0) if mesh is None else (mesh.get_group(), mesh.get_local_rank() * len(own))
     options = (group, first, vocab, scale, smoothing, z, kind, torch.is_grad_enabled())
     loss: Tensor = Split.apply(x, own, shift, labels, options)  # type: ignore[no-untyped-call]  # torch has no types there
