@@ -545,7 +545,7 @@ MUTANTS = (
     Mutant("numbers-of-the-host-recorded", "layers/onto.py", "_graph.recording()", "False",
            "test_graphs.py::test_numbers_of_the_host_are_refused_in_a_record", "AssertionError"),
     # ---- heads and losses
-    Mutant("tie-broken", "model.py", '{"head.out.weight": "embed.tokens.weight"} if vars(c).get("tie") else {}', "{}", parity(GPT)),
+    Mutant("tie-broken", "model.py", '{"head.out.weight": "embed.tokens.weight"} if getattr(c, "tie", False) else {}', "{}", parity(GPT)),
     Mutant("head-in-half", "layers/head.py", "self.norm(self.act(self.dense(x)))", "self.norm(self.act(self.dense(x))).half().to(x.dtype)",
            parity(BERT)),
     Mutant("t5-head-unscaled", "models/t5.py", "scale=c.dim**-0.5 if c.scale else 1.0", "scale=1.0", parity(T5)),
