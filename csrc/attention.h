@@ -495,18 +495,18 @@ inline Problem read(Call& call, Array& q) {
 template <class L, class... P, class... A>
 void launch(Call& call, void (*kernel)(P...), int64_t blocks, A... args) {
     constexpr size_t shared = L::BYTES;
-    int device = 0, most = 0;
+    int32_t device = 0, most = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (static_cast<size_t>(most) < shared) call.refuse("%d bytes of shared memory on this chip; wanted %d", most, static_cast<int>(shared));
+    if (static_cast<size_t>(most) < shared) call.refuse("%d bytes of shared memory on this chip; wanted %d", most, static_cast<int32_t>(shared));
     if (blocks > INT32_MAX) call.refuse("more than 2^31 blocks");
-    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int32_t>(shared));
     kernel<<<static_cast<unsigned>(blocks), L::THREADS, shared, static_cast<cudaStream_t>(call.stream)>>>(args...);
 }
 
 // Turing multiplies fp16 alone. The first two digits of a chip's number: 9.0 is 90.
 inline int check_chip(Call& call, const Array& q, const Problem& p) {
-    int device = 0, major = 0, minor = 0;
+    int32_t device = 0, major = 0, minor = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(threads_of(PACKS)) norm_rows_backward(const Pr
     // lane l, or of eight lanes the l-th where groups share a warp, has statistic l / ROWS of row l % ROWS
     constexpr int KNOWN = (!CENTRED ? 1 : JOINT ? 2 : 3) * ROWS;  // halves need two
     static_assert(!JOINT || (HALF && KNOWN <= 8));
-    const auto thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x), place = JOINT ? thread % 8 : lane();
+    const int thread = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x), place = JOINT ? thread % 8 : lane();
     const int here = static_cast<int>(blockDim.x * blockDim.y) - thread / 32 * 32;  // lanes of this warp
     const uint32_t lanes = JOINT && here < 32 ? (1u << here) - 1 : 0xFFFFFFFFu;
     const auto from = [&](float x, int which) { return JOINT ? from_eight(x, which, lanes) : from_lane(x, which); };

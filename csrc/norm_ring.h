@@ -139,7 +139,7 @@ __device__ __forceinline__ void walk(const Problem& p, int64_t group, int slots,
 
 // ---- launching
 
-int attribute(cudaDeviceAttr which) {
+int32_t attribute(cudaDeviceAttr which) {
     int32_t device = 0, value = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&value, which, device);
@@ -172,10 +172,10 @@ bool launch(int packs, int rows, Problem p, bool shift, bool joint, int slots, i
     while (shift && groups & (groups - 1)) groups--;
     const int block = (static_cast<int>(threads) * groups + 31) / 32 * 32;
     int resident = 65536 / (registers * block);
-    const int each = 16 * slots * packs * rows * static_cast<int>(threads) * groups;  // bytes of a stage
-    const int whole = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
-    int fit = 0;
+    const int32_t each = 16 * slots * packs * rows * static_cast<int>(threads) * groups;  // bytes of a stage
+    const int32_t whole = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int32_t most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+    int32_t fit = 0;
     for (; resident; resident--) {
         fit = min(most, whole / resident - 6144);
         if (fit >= 2 * each) break;
@@ -187,7 +187,7 @@ bool launch(int packs, int rows, Problem p, bool shift, bool joint, int slots, i
     const int64_t blocks = min(wanted, lines / (unit * groups)) * unit;
     if (!blocks) return false;
     p.groups = blocks * groups, lines = blocks;
-    const int bytes = each * p.stages;
+    const int32_t bytes = each * p.stages;
     const auto kernel = reinterpret_cast<const void*>(KERNEL);
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);

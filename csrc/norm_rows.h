@@ -181,7 +181,7 @@ __device__ __forceinline__ float group_sums(float (&x)[N], Board<ROWS, SHARED>& 
 template <int N, int ROWS, bool SHARED>
 __device__ __forceinline__ float joint_sums(float (&x)[N], Board<ROWS, SHARED>& board, int& turn, uint32_t lanes) {
     static_assert(N == 2 || N == 4 || N == 8);
-    const auto own = static_cast<int>(threadIdx.y), size = static_cast<int>(blockDim.x), t = own * size + static_cast<int>(threadIdx.x);
+    const int own = static_cast<int>(threadIdx.y), size = static_cast<int>(blockDim.x), t = own * size + static_cast<int>(threadIdx.x);
     float sum = few_sums(x, lanes);
 #pragma unroll
     for (int hop = N; hop < 8; hop *= 2) sum += __shfl_xor_sync(lanes, sum, hop);

@@ -17,6 +17,7 @@
 #endif
 #ifdef __CUDACC__
 #include "../csrc/cuda.h"
+#include "../csrc/ptx.h"
 #endif
 #include "../csrc/kernel.h"
 #define int short
