@@ -98,7 +98,7 @@ MUTANTS = (
            WRONG, LONG_ENOUGH),
     Mutant("the-first-group's-queries-twice", "attention.cu", "q + S::elements(64 * group));", "q);", "relative_attention",
            f"{ORDER}|{WRONG}", LONG_ENOUGH),
-    Mutant("shared-memory-too-small", "norm_backward.cu",
+    Mutant("shared-memory-too-small", "cuda.h",
            "__shared__ float sums[16][33], rests", "__shared__ float sums[15][33], rests", "rms_norm", BOUNDS),
     Mutant("one-pack-of-two", "activation.cu", "bring<PASSING>(from + (shift ? 1 : 0))", "bring<PASSING>(from)", "swiglu", WRONG),
     Mutant("what-a-slope-lacks-added", "activation.cu", "fmaf(-both, below, both)", "fmaf(both, below, both)", "geglu",

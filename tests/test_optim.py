@@ -522,7 +522,7 @@ def test_torchs_defaults_change_nothing(monkeypatch: pytest.MonkeyPatch, kind: s
 def test_the_steps_of_adafactor_are_counted_on_the_host() -> None:
     """Each is read before an update: of a device it would have to be waited for."""
     p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2, device="meta"))
-    ours, theirs = Adafactor([q]), torch.optim.Adafactor([p])
+    ours, theirs = Adafactor([q]), torch.optim.Adafactor([p], eps=(1e-30, 1e-3))
     p.grad = torch.ones(3, 2)
     theirs.step()
     ours.load_state_dict(theirs.state_dict())
@@ -625,6 +625,8 @@ def test_what_a_step_can_take(kind: Any) -> None:
     (lambda: AdamW([vector()]).add_param_group({"params": [vector()], "moments": "fp8"}), r"^AdamW: moments: 'fp8'; fp32 or bf16"),
     (lambda: asked(AdamW([vector()]), moments="fp8").step(), r"^AdamW: moments: 'fp8'"),
     (lambda: asked(Adafactor([vector()]), d=2.0).step(), r"^Adafactor: d: 2\.0; 1\.0: no other is offered"),
+    (lambda: Adafactor([{"params": [vector()], "eps": (1e-8, 1e-3)}]), "^Adafactor: eps: .1e-08, 0.001.; .1e-30, 0.001.: no"),
+    (lambda: Adafactor([vector()]).load_state_dict(torch.optim.Adafactor([vector()]).state_dict()), "^Adafactor: eps: .None"),
     (lambda: EMA(nn.Linear(1, 1), 1.5), r"^EMA: decay: 1\.5; a number from 0 to 1$"),
     (lambda: EMA(nn.Linear(1, 1), math.nan), r"^EMA: decay: nan; a number from 0 to 1$"),
 ])  # fmt: skip

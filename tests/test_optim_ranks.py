@@ -1,7 +1,9 @@
 """Every optimizer on several ranks against one process: weights after five steps, states saved on some ranks and read on others.
 Lion's steps and AdamW's are in test_ranks.py."""
 
+import copy
 import math
+import pickle
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,9 @@ from modelcenter.checkpoint.state import load_state
 from modelcenter.data.loader import Loader
 from modelcenter.errors import InputError
 from modelcenter.optim import stacks
+from modelcenter.optim.adafactor import Adafactor
 from modelcenter.optim.config import OptimizerConfig
+from modelcenter.optim.muon import Muon
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
 from modelcenter.parallel.ranks import ALONE, Ranks
@@ -228,3 +232,35 @@ def whole_gradient(rank: int) -> None:
 def test_a_gradient_that_is_whole_is_cut_as_its_parameter_is() -> None:
     """What a user's own use of a weight may leave, in the type of a parameter in parts."""
     spawn(2, whole_gradient)
+
+
+def copied(rank: int) -> None:
+    ranks = join(machine_of((2, 1)))
+    mesh, generator = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), torch.Generator().manual_seed(0)
+    grads = [torch.randn(n, 4, generator=generator) for n in (6, 6, 5)]
+
+    def step(params: list[torch.nn.Parameter], optimizer: Muon | Adafactor) -> None:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = distribute_tensor(g, mesh, [Shard(0)])
+        optimizer.step()
+
+    kinds: list[type[Muon | Adafactor]] = [Muon, Adafactor]
+    for kind in kinds:
+        alone = [torch.nn.Parameter(g + 1) for g in grads]
+        one = kind(alone, lr=0.1)
+        for _ in range(2):
+            for p, g in zip(alone, grads, strict=True):
+                p.grad = g
+            one.step()
+        params = [torch.nn.Parameter(distribute_tensor(g + 1, mesh, [Shard(0)])) for g in grads]
+        both = (params, kind(params, lr=0.1, ranks=ranks))
+        step(*both)
+        for peer in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):  # noqa: S301
+            step(*peer)
+            for p, wanted in zip(peer[0], alone, strict=True):
+                torch.testing.assert_close(full(p), wanted, rtol=0, atol=1e-6)
+
+
+def test_a_copy_and_a_pickle_know_the_ranks() -> None:
+    """Two steps, the second by a copy, are those of one process."""
+    spawn(2, copied)

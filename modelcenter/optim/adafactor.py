@@ -45,22 +45,20 @@ ROOM = {True: 64 * SCRATCH[True], False: 0}  # kernels take less than a 64th of 
 
 
 class Adafactor(Clipped):
-    """State as torch's: `step`, and `row_var` and `col_var`, or `variance`.
+    """State as torch's: `step`, and `row_var` and `col_var`, or `variance`. Settings other than `fixed`, such as the eps that torch
+    takes where none is given, are refused.
 
     `shapes`: of parameters that have rows which only pad them, the shape without; such rows are no part of a mean."""
 
     whole = ("row_var", "col_var")  # what every rank has all of
-    fixed = {**Clipped.fixed, "beta2_decay": DECAY, "d": 1.0}
+    beside = ("shapes", "regions")
+    fixed = {**Clipped.fixed, "beta2_decay": DECAY, "d": 1.0, "eps": (TINY, LEAST)}
 
     def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0, *, shapes: Mapping[Tensor, Shape] | None = None,
                  ranks: Ranks = ALONE) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "eps": (TINY, LEAST), "foreach": None})  # as torch's
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "foreach": None})  # as torch's
         self.shapes, self.ranks = shapes or {}, ranks
         self.regions: dict[Tensor, Region] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For a copy: torch's has groups and state alone."""
-        return {**super().__getstate__(), "shapes": self.shapes, "ranks": self.ranks, "regions": {}}
 
     def region(self, p: Tensor) -> Region:
         """Where this rank's part of a parameter stands in it, without rows that only pad it."""

@@ -37,6 +37,11 @@ class Clipped(Plain):
     clip: Any = AdamW.clip
     ranks = ALONE
     room: Mapping[bool, int] = SCRATCH
+    beside: Sequence[str] = ()  # what a subclass has for its steps, but groups, state and ranks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy or a pickle: torch's has groups and state alone."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in ("ranks", *self.beside)}}
 
     @property
     def scratch(self) -> int:

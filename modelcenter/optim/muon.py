@@ -46,6 +46,7 @@ class Muon(Clipped, AdamW):
     """Orthogonalised momentum for groups of matrices, AdamW for groups with `muon=False`."""
 
     room = PRODUCTS
+    beside = ("held",)
     limits = {**AdamW.limits, "momentum": 1.0}
     fixed = {**AdamW.fixed, "adjust_lr_fn": "match_rms_adamw", "nesterov": True, "ns_steps": ITERATIONS, "ns_coefficients": QUINTIC}
 
