@@ -54,4 +54,5 @@ def check_task(family: "type[Model]", task: str) -> None:
     """Refuse a head that the family does not offer."""
     if task not in family.tasks:
         heads = ", ".join(family.tasks)
-        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", f"{heads} (in a recipe its objective says which)")
+        wanted = f"{heads} (in a recipe its objective says which; see modelcenter list recipes)"
+        refuse(None, "task", f"{task!r} is none of {family.__name__}'s", wanted)

@@ -260,6 +260,8 @@ def test_help_of_a_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert f"modelcenter {verb}" in said
     assert main(["help", verb]) == 0 and capsys.readouterr().out == said
+    commands = said.partition("\n\n")[2].partition("\n\n")[0].splitlines()
+    assert commands and all(line.startswith("modelcenter ") for line in commands), "a line is a command"
     assert ('max_shard_size="5GB"' in said) == (verb in ("convert", "merge", "average"))
 
 
@@ -529,12 +531,13 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     (here / "b.txt").write_text("the mat sat on a cat. " * 40)  # evaluated on whole: what training would hold out is no matter
     found = []
     for words in (["out", "data.path=b.txt"], ["out", "data.eval_path=b.txt"],
-                  ["out/model", "data.path=b.txt", "data.seq_len=16"], ["out", "data.path=b.txt", "data.eval_fraction=0.5"]):
+                  ["out/model", "data.path=b.txt", "data.seq_len=16"], ["out", "data.path=b.txt", "data.eval_fraction=0.5"],
+                  ["out/model", "data.path=b.txt", "data.eval_fraction=0.5", "data.seq_len=16"]):
         assert main(["evaluate", *words, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
     for other in found[1:3]:  # sums of torch's products can depend on where in memory weights lie
         assert other == pytest.approx(found[0], rel=1e-6)
-    assert found[3]["eval_targets"] < 0.6 * found[0]["eval_targets"]
+    assert found[3]["eval_targets"] < 0.6 * found[0]["eval_targets"] and found[4] == pytest.approx(found[3], rel=1e-6)
 
     assert main(["convert", "out/model", "copy", "--max-shard-size", "8KB", "--dtype", "fp32"]) == 0
     assert (here / "copy" / "model.safetensors.index.json").exists() and (here / "copy" / "tokenizer.json").exists()

@@ -269,6 +269,17 @@ def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
         list(read_records(str(file), header=False))
 
 
+def test_a_header_is_of_csv_and_tsv_alone(tmp_path: Path) -> None:
+    """Without a table among the data nothing would read the key."""
+    lines, table = str(write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 4)), str(write(tmp_path / "a.tsv", "a\tb\n" * 2))
+    for path, held in (({lines: 1.0, table: 1.0}, None), ((lines, table), None), (table, lines), (lines, table)):
+        assert sum(map(len, read_split(DataConfig(path=path, eval_path=held, header=False)))) == 6
+    for path in (lines, (lines, lines), {lines: 1.0}):
+        with pytest.raises(InputError, match=r"^data\.header: false, and no data are csv or tsv; leave it out"):
+            read_split(DataConfig(path=path, eval_fraction=0.25, header=False))
+    assert sum(map(len, read_split(DataConfig(path=lines, format="csv", header=False)))) == 4
+
+
 def test_evaluation_data_come_in_all_forms(tmp_path: Path) -> None:
     a, b = (write(tmp_path / f"{name}.jsonl", f'{{"text": "{name}"}}\n' * n) for name, n in (("a", 2), ("b", 3)))
     for form in ((str(a), str(b)), {str(a): 1.0, str(b): 9.0}):

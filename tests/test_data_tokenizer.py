@@ -179,6 +179,8 @@ def test_habits_of_transformers_tokenizer_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("make", "config"), [
     (bert_folder, {}), (bert_folder, {"do_lower_case": False}), (gpt2_folder, {}), (gpt2_folder, {"add_prefix_space": True}),
+    (bert_folder, {"tokenizer_class": "DistilBertTokenizerFast"}),
+    (bert_folder, {"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}),
 ])
 def test_a_saved_folder_is_opened_without_a_class_and_has_the_same_ids(make: Any, config: dict[str, Any], tmp_path: Path) -> None:
     """Beside the model's config.json, by which transformers would look for a class that goes by settings of its own."""
@@ -191,6 +193,18 @@ def test_a_saved_folder_is_opened_without_a_class_and_has_the_same_ids(make: Any
     for text in HARD:
         assert dict(after(text, HARD[1])) == dict(before(text, HARD[1])) and after(text)["input_ids"] == before(text)["input_ids"]
         assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
+
+
+def test_a_model_that_reads_no_segments_is_given_none(tmp_path: Path) -> None:
+    """Where its config.json alone says which it is, as in the hub's own folder."""
+    from transformers import AutoTokenizer, DistilBertTokenizer
+
+    dump(bert_folder(tmp_path) / "config.json", {"model_type": "distilbert"})
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    load_tokenizer(tmp_path / "saved").save(tmp_path / "again")
+    wanted = dict(DistilBertTokenizer.from_pretrained(str(tmp_path))("the fox", HARD[1]))
+    assert wanted.keys() == {"input_ids", "attention_mask"}
+    assert dict(AutoTokenizer.from_pretrained(str(tmp_path / "again"))("the fox", HARD[1])) == wanted
 
 
 @pytest.mark.parametrize("said", [

@@ -57,6 +57,18 @@ def test_the_state_of_an_adapter(here: Path) -> None:
     assert files(here / "out") == files(here / "run/model") and "adapter_model.safetensors" in files(here / "out")
 
 
+def test_the_state_of_ranks_with_a_pair_in_each_forward(here: Path) -> None:
+    """A process of its own trains on nothing so, and writes the model all the same."""
+    (here / "p.jsonl").write_text("".join(json.dumps({"a": f"the cat {n}", "b": f"a mat {n}"}) + "\n" for n in range(8)))
+    pairs = ["objective=contrastive", "data.path=p.jsonl", "data.text_key=a", "data.pair_key=b", "data.eval_fraction=0"]
+    pretrain = ["train", "pretrain-bert", "tokenizer=roberta:270", *SMALL, "config.hidden=16", *DATA[1:], *LONG, *HERE, *pairs]
+    assert main([*pretrain, "micro_batch=2", "max_steps=2", "--output-dir", "run"]) == 0
+    recipe = here / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("micro_batch: 2", "micro_batch: 1"))
+    assert main(["convert", "run/step-2", "out"]) == 0
+    assert (here / "out" / "model.safetensors").read_bytes() == (here / "run" / "model" / "model.safetensors").read_bytes()
+
+
 def test_a_run_that_has_not_ended_is_judged_by_its_states(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pretrain = ["train", "pretrain", "tokenizer=char", *SMALL, *DATA, *LONG, *HERE, "data.eval_fraction=0.2", "eval_steps=2"]
     assert main([*pretrain, "max_steps=4", "--output-dir", "run"]) == 0

@@ -25,19 +25,20 @@ from modelcenter.train.step import accumulate, update
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 
-# batch, micro-batch of a rank, symmetric; of two ranks the last has no row left in the third forward of the second case
-CASES = ((7, None, False), (5, 1, True))
+# batch, micro-batch of a rank, symmetric, with negatives; of two ranks the last has no row left in the third forward of the second
+# case, and in the last a pair has none to be told from but those of other ranks
+CASES = ((7, None, False, True), (5, 1, True, True), (4, 1, False, False))
 STEPS = 3
 
 
 @cache
-def examples() -> Any:
-    data = DataConfig(seq_len=12, text_key="a", pair_key="b", negative_key="far")
+def examples(far: bool) -> Any:
+    data = DataConfig(seq_len=12, text_key="a", pair_key="b", negative_key="far" if far else None)
     return make_examples("contrastive", records(23), train_tokenizer([], 270, "roberta"), data)
 
 
-def steps_of(machine: mc.Machine | None, ranks: Ranks, batch: int, micro: int | None, symmetric: bool, shares: int = 1
-             ) -> Iterator[Any]:
+def steps_of(machine: mc.Machine | None, ranks: Ranks, batch: int, micro: int | None, symmetric: bool, far: bool,
+             shares: int = 1) -> Iterator[Any]:
     """The loss and the norm of each step, then the weights. One process forms the forwards that `shares` have together."""
     config = {**BERT, "vocab": 300, "positions": 24}
     model = mc.build("bert-base-uncased", config=config, task="embed", dtype="fp64", machine=machine, seed=3).train()
@@ -45,8 +46,8 @@ def steps_of(machine: mc.Machine | None, ranks: Ranks, batch: int, micro: int | 
     if ranks.shares > 1:
         model.head.gather = Gather(ranks)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1), ranks)
-    loaders = [Loader(examples(), examples().collate, batch, 1, k, shares) for k in range(shares)]
-    mine = Loader(examples(), examples().collate, batch, 1, ranks.share, ranks.shares)
+    loaders = [Loader(examples(far), examples(far).collate, batch, 1, k, shares) for k in range(shares)]
+    mine = Loader(examples(far), examples(far).collate, batch, 1, ranks.share, ranks.shares)
     for start in range(0, STEPS * batch, batch):
         _, batches = next(mine.steps(start, micro_batch=micro))
         if shares > 1:
@@ -66,9 +67,13 @@ def one_process(shares: int, *case: Any) -> list[Any]:
     return list(steps_of(None, ALONE, *case, shares))
 
 
+def cases_of(shares: int) -> tuple[Any, ...]:
+    return CASES if shares > 1 else CASES[:-1]
+
+
 def equal(rank: int, shape: tuple[int, int]) -> None:
     machine = machine_of(shape)
-    for case in CASES:
+    for case in cases_of(shape[0]):
         *alone, (judged, wanted) = one_process(shape[0], *case)
         *many, (said, found) = steps_of(machine, join(machine), *case)
         for (a, b), (loss, norm) in zip(alone, many, strict=True):
@@ -82,6 +87,6 @@ def equal(rank: int, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m == "fsdp2" else pytest.mark.slow) for m in MESHES])
 def test_steps_equal_one_process(mesh: str) -> None:
-    for case in CASES:
+    for case in cases_of(MESHES[mesh][0]):
         one_process(MESHES[mesh][0], *case)
     spawn(MESHES[mesh][0] * MESHES[mesh][1], equal, MESHES[mesh])

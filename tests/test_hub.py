@@ -458,7 +458,7 @@ def test_bad_environment(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HF_TOKEN", token)
         assert "HF_TOKEN" in refused("tiny")
     monkeypatch.setenv("HF_TOKEN", CANARY)
-    for url in ("ftp://x", "huggingface.co", f"https://user:{CANARY}@host", "http://host:99999"):
+    for url in ("", "ftp://x", "huggingface.co", f"https://user:{CANARY}@host", "http://host:99999"):
         monkeypatch.setenv("HF_ENDPOINT", url)
         assert "HF_ENDPOINT" in refused("tiny")
     assert not server.requests

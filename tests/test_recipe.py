@@ -19,6 +19,8 @@ from modelcenter.data.objective import COMMON, objectives
 from modelcenter.errors import InputError, MissingError
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.parallel.machine import Machine, load_machine
+from modelcenter.train.folder import same_recipe
+from modelcenter.train.launch import check_ranks
 from modelcenter.train.read import ALIASES, PARTIAL, load_recipe
 from modelcenter.train.recipe import Recipe
 
@@ -193,6 +195,41 @@ def test_a_choice_leaves_out_what_it_does_not_read(name: str, choice: str, found
         load_recipe(name, ["data.path=a", "model=m", choice, f"{asked}={value if '[' not in found else '[0.8, 0.9]'}"])
 
 
+@pytest.mark.parametrize("wrong", ["schedule.name=constnt", "optimizer.lr=-1", "generation.top_k=3"])
+def test_what_is_refused_is_said_alone(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not after what a choice beside it leaves out."""
+    choices = {"schedule.name": "constant", "optimizer.name": "adafactor"}
+    others = [f"{key}={value}" for key, value in choices.items() if not wrong.startswith(f"{key}=")]
+    with pytest.raises(InputError, match=f"^command line: {wrong.partition('=')[0]}: "):
+        load_recipe("pretrain", ["data.path=a", "model=m", wrong, *others])
+    assert not capsys.readouterr().err
+
+
+def test_a_part_of_the_data_is_not_asked_for_beside_the_recipe_s_file(tmp_path: Path) -> None:
+    """Where both are given together, what `eval_path` says of itself holds."""
+    file = write(tmp_path, BASE.replace("{path: a.txt}", "{path: a.txt, eval_path: b.txt, eval_fraction: 0.2}"))
+    said = r"^command line: data\.eval_fraction: 0\.1 beside the recipe's data\.eval_path, which counts instead; one of the two"
+    with pytest.raises(InputError, match=said):
+        load_recipe(file, ["data.eval_fraction=0.1"])
+    for more in ([], ["data.eval_fraction=0"], ["data.eval_fraction=0.1", "data.eval_path=c"]):
+        assert load_recipe(file, more).data.eval_path in ("b.txt", "c")
+    assert load_recipe(file, ["data.eval_fraction=0.1", "data.eval_path=null"]).data.eval_path is None
+    assert load_recipe("finetune", ["model=m", "data.path=a", "data.eval_path=b"]).data.eval_path == "b"
+
+
+def test_pairs_alone_in_a_forward_are_refused_where_no_rank_has_others() -> None:
+    """In training each is told from the other ranks' pairs; an evaluation is of a rank's own."""
+    pairs = DataConfig(path="a", pair_key="b")
+    recipe = Recipe(model="m", objective="contrastive", data=pairs, output_dir="o", max_steps=1, micro_batch=1)
+    for ranks in ({"fsdp": 2}, {"replicate": 2, "tensor_parallel": 2}):
+        check_ranks(recipe, Machine(**ranks))
+    check_ranks(replace(recipe, data=replace(pairs, negative_key="c")), Machine())
+    for data, machine in ((pairs, Machine()), (pairs, Machine(tensor_parallel=2)), (replace(pairs, eval_path="c"), Machine(fsdp=2)),
+                          (replace(pairs, eval_fraction=0.1), Machine(fsdp=2))):
+        with pytest.raises(InputError, match=r"^micro_batch: 1 with objective contrastive: a pair alone has none to be told"):
+            check_ranks(replace(recipe, data=data), machine)
+
+
 def test_a_run_of_a_constant_rate_may_say_its_least_rate(tmp_path: Path) -> None:
     """Which runs did that began before it was refused: their models are evaluated and converted, and they go on."""
     section = "schedule: {name: constant, min_lr_ratio: 0.1}\n"
@@ -201,6 +238,7 @@ def test_a_run_of_a_constant_rate_may_say_its_least_rate(tmp_path: Path) -> None
         load_recipe(file)
     (tmp_path / "environment.json").write_text("{}")
     assert load_recipe(file).schedule.min_lr_ratio == 0
+    same_recipe(file, load_recipe(file))  # with which it goes on
 
 
 def test_a_resolved_recipe_takes_another_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,10 +467,7 @@ def test_a_recipe_survives_its_file(lr: float, betas: Any, epochs: Any, model: s
     (lambda: DataConfig(path={1: 1.0}), r'^path.1: 1; text: "1"$'),  # type: ignore[dict-item]  # what is refused
     (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
                     batch=1),
-     r"^batch: 1 with objective contrastive: a pair alone has none to be told from; 2 or more, or data.neg"),
-    (lambda: Recipe(model="m", objective="contrastive", data=DataConfig(path="a", pair_key="b"), output_dir="o", max_steps=1,
-                    micro_batch=1),
-     "^micro_batch: 1 with objective contrastive"),
+     "^batch: 1 with objective contrastive: a pair alone has none to be told from"),
 ])  # fmt: skip
 def test_values_from_python_are_checked_as_those_of_a_file(make: Callable[[], object], found: str) -> None:
     with pytest.raises(InputError, match=found):

@@ -1482,6 +1482,20 @@ def test_metrics_without_data_for_them_are_said(tmp_path: Path, capsys: pytest.C
         assert "; tokenizer char of " in told and re.search(r"; tokenizer char of \d+ tokens\n", told)
 
 
+@pytest.mark.parametrize(("changes", "line"), [
+    ({"save_total_limit": 2, "save_steps": None}, "save_total_limit: 2 without save_steps counts only "),
+    ({"data.shuffle": False, "data.group_by_length": True}, "data.shuffle: false, but data.group_by_length "),
+])
+def test_what_is_set_for_nothing_is_said(
+    changes: dict[str, Any], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a file it may be, so that it is not refused. Either setting alone is nothing to be told of."""
+    for k, some in enumerate((changes, *({key: value} for key, value in changes.items()))):
+        both = {"save_total_limit": None, "save_steps": 1, **some, "max_steps": 1, "output_dir": str(tmp_path / str(k))}
+        train(recipe_of(tmp_path, **both), MACHINE)
+        assert (line in capsys.readouterr().err) == (some == changes)
+
+
 def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:
     assert train(recipe_of(tmp_path, num_epochs=1e-300), MACHINE).step == 1
 

@@ -129,7 +129,7 @@ def _check_environment() -> None:
         if not (token.isascii() and token.isprintable()) or " " in token:
             refuse("environment", key, "a space, a newline or another stray character (not shown)", "the token alone")
     endpoint = os.environ.get("HF_ENDPOINT")
-    if endpoint:
+    if endpoint is not None:  # an empty one is an address to huggingface_hub
         try:
             parts = urlsplit(endpoint)
             good = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc and parts.port != 0
@@ -137,7 +137,7 @@ def _check_environment() -> None:
             good = False
         if not good:
             refuse("environment", "HF_ENDPOINT", "not a plain http(s) address (not shown)",
-                   "an address such as https://huggingface.co, without user or password")
+                   "an address such as https://huggingface.co, without user or password, or unset it")
 
 
 def _near(name: str, presets: Mapping[str, str | None]) -> str:

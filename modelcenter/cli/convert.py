@@ -27,8 +27,10 @@ def convert(args: Arguments) -> Answer:
     """Convert a checkpoint to sharded safetensors, with its tokenizer beside it.
 
     modelcenter convert SOURCE OUT [--dtype bf16] [--max-shard-size 5GB] [task=...] [revision=...]
-    modelcenter convert RUN/step-500 OUT        # the model at that step; call it from the folder where the run was started: its
-    data are read
+    modelcenter convert RUN/step-500 OUT
+
+    RUN/step-500 is a training state, of which the model at that step is written. Call this from the folder where the run was
+    started, because the run's data are read.
     """
     asked = settings(Conversion, args, ["source", "out"])
     check_new(Path(asked.out))

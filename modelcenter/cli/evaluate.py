@@ -232,8 +232,9 @@ def recipe_of(folder: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     take(replace(args, settings=[], machine=None), ["MODEL"])
     over = given(args)
     data = dict(over.get("data", {}))
-    data["eval_path"] = data.get("eval_path", data.get("path"))
-    data["path"] = data.get("path", data["eval_path"])
+    if "eval_fraction" not in data:
+        data["eval_path"] = data.get("eval_path", data.get("path"))
+    data["path"] = data.get("path", data.get("eval_path"))
     if data["path"] is None:
         refuse(None, "data.path", "missing", "give data.path=FILE")
     if not (place := folder).is_dir():

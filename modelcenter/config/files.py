@@ -59,7 +59,4 @@ def read_recipe(path: str | Path) -> dict[str, Any]:
     value = parse(text, path)
     if not isinstance(value, dict):
         refuse(path, None, "empty" if value is None else short(value), "a mapping of `key: value` lines")
-    schedule = value.get("schedule")  # of a run from the time when `constant` had a min_lr_ratio, which nothing read
-    if isinstance(schedule, dict) and schedule.get("name") == "constant" and (Path(path).parent / "environment.json").is_file():
-        schedule.pop("min_lr_ratio", None)
     return value

@@ -25,7 +25,8 @@ from ..theirs import ENCODE, TOKENIZER, arguments
 
 ROLES = ("bos", "eos", "pad", "unk", "cls", "sep", "mask")
 HABITS = (  # of transformers' tokenizer, which ours has no use for: special tokens without a role are those that it tells of
-    "model_max_length", "padding_side", "truncation_side", "do_lower_case", "additional_special_tokens", "extra_special_tokens",
+    "model_max_length", "model_input_names", "padding_side", "truncation_side", "do_lower_case",
+    "additional_special_tokens", "extra_special_tokens",
 )
 Window = tuple[list[int], list[int], list[int], list[int]]  # ids, segments, and the characters from and to which a token stands
 
@@ -274,15 +275,17 @@ class Tokenizer:
 
     def save(self, folder: str | os.PathLike[str], segments: bool | None = None) -> None:
         """Write tokenizer.json and tokenizer_config.json into `folder`, made if it is absent. `segments`: whether the model there
-        reads them; None: if there is a classification token, as BERT's tokenizers have."""
+        reads them; None: what the folder said from which it was loaded, or if there is a classification token, as BERT's have."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # said, because each release of transformers thinks otherwise of a tokenizer without a class of its own: without segments a
         # model of pairs answers wrongly, and to GPT-2 they are words
-        segments = "cls" in self.special if segments is None else segments
+        said = self.habits.get("model_input_names")
+        if segments is None:
+            segments = "token_type_ids" in said if isinstance(said, list) else "cls" in self.special
         inputs = ["input_ids", *(["token_type_ids"] if segments and self.segmented else []), "attention_mask"]
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config |= {"model_input_names": inputs, **self.habits}
+        config |= {**self.habits, "model_input_names": inputs}
         config |= {f"{role}_token": token for role, token in self.special.items()}
         config |= {} if self.chat_template is None else {"chat_template": self.chat_template}
         (folder / "tokenizer.json").write_text(self.raw.to_str(pretty=True), encoding="utf-8")

@@ -37,6 +37,7 @@ USUAL = {
 }  # fmt: skip
 BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 GPT2_CLASSES = ("GPT2Tokenizer",)
+UNSEGMENTED = ("DistilBertTokenizer", "MPNetTokenizer")  # whose models do not take the segments that the template gives
 JSON_SIZE = 256 << 20  # bytes of a tokenizer.json: the largest public ones take 35 MB
 FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
          "chat_template.jinja"]
@@ -75,7 +76,8 @@ def load_tokenizer(name: str | os.PathLike[str], presets: Mapping[str, str | Non
     _check_vocabulary(folder, found)
     found.chat_template = _chat_template(folder, config)
     older = {} if config.get("added_tokens_decoder") is not None else _optional(folder / "special_tokens_map.json")
-    said = older | config  # as in `_keep_whole`: what it has not added is no token
+    inputs = {"model_input_names": ["input_ids", "attention_mask"]} if _class_of(folder, config) in UNSEGMENTED else {}
+    said = inputs | older | config  # as in `_keep_whole`: what it has not added is no token
     found.habits = {key: _content(said[key]) for key in HABITS if key in said}
     return found
 
@@ -208,12 +210,17 @@ def _by_score(file: Path, raw: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
+def _class_of(folder: Path, config: dict[str, Any]) -> str:
+    """Transformers' class for a folder, as tokenizer_config.json names it, or else, of some, by the model in config.json."""
+    usual = {name.removesuffix("Tokenizer").lower(): name for name in (*BERT_CLASSES, *GPT2_CLASSES, *UNSEGMENTED)}
+    of_model = usual.get(str(_optional(folder / "config.json").get("model_type")))
+    return str(config.get("tokenizer_class") or of_model).removesuffix("Fast")
+
+
 def _as_its_class(folder: Path, config: dict[str, Any], raw: tokenizers.Tokenizer) -> None:
     """Set what transformers' class for a folder takes from tokenizer_config.json, or else by its own default, and not from
     tokenizer.json: what BERT's makes of letters, and whether GPT-2's puts a space before a text."""
-    usual = {name.removesuffix("Tokenizer").lower(): name for name in (*BERT_CLASSES, *GPT2_CLASSES)}
-    of_model = usual.get(str(_optional(folder / "config.json").get("model_type")))
-    kind = str(config.get("tokenizer_class") or of_model).removesuffix("Fast")
+    kind = _class_of(folder, config)
     if kind in BERT_CLASSES and isinstance(raw.normalizer, normalizers.BertNormalizer):
         raw.normalizer = _bert_normalizer(config)
     if kind in GPT2_CLASSES and isinstance(raw.pre_tokenizer, pre_tokenizers.ByteLevel):

@@ -1,18 +1,18 @@
 """Writes the model of a training state, as the run itself would have written it at its end."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.manifest import verify
 from ..checkpoint.state import load_state
-from ..config import bind, read_recipe
 from ..errors import refuse_missing
 from ..identify import asked_dtype
 from ..optim.ema import EMA
 from ..parallel.machine import Machine
 from .folder import RECIPE
 from .prepare import prepare
-from .recipe import Recipe
+from .read import recipe_of
 from .resolve import resolve
 from .setup import write_model
 from .state import put_weights
@@ -32,7 +32,7 @@ def export(state: str | Path, out: str | Path, dtype: str = "auto", **how: Any) 
     if not file.is_file():
         refuse_missing(file, None, "missing", f"the recipe of the run that wrote {state.name}")
     kind = asked_dtype(dtype)
-    recipe, device = resolve(bind(Recipe, read_recipe(file), file), machine)
+    recipe, device = resolve(replace(recipe_of(file), micro_batch=None), machine)  # which may be for several ranks
     setup = prepare(recipe, machine, device)
     ema = EMA(setup.model, recipe.ema) if recipe.ema is not None else None
     put_weights(state, load_state(state)[0], setup.model, ema)

@@ -18,6 +18,7 @@ from ..data.table import is_saved
 from ..errors import refuse, refuse_missing
 from ..parallel.machine import Machine
 from ..parallel.ranks import ALONE, Ranks
+from .read import recipe_of
 from .recipe import Recipe
 
 RECIPE, MACHINE = "recipe.yaml", "machine.yaml"
@@ -101,7 +102,7 @@ def same_recipe(file: Path, recipe: Recipe, wanted: str = "the same recipe, or a
     free = {*WATCHING, *(STEPS if recipe.schedule.timeless else ())}
     if not find_objective(recipe.objective).together:
         free.add("micro_batch")
-    theirs, ours = flat(to_dict(bind(Recipe, read_recipe(file), file))), flat(to_dict(recipe))
+    theirs, ours = flat(to_dict(recipe_of(file))), flat(to_dict(recipe))
     for key in ours | theirs:
         if key.partition(".")[0] not in free and ours.get(key) != theirs.get(key):
             if key in ("data.path", "data.eval_path") and elsewhere(file.parent, theirs.get(key), ours.get(key), recipe):
@@ -177,4 +178,4 @@ def ran(recipe: Recipe) -> tuple[Recipe, Machine] | None:
     files = run / RECIPE, run / MACHINE
     if recipe.resume == "never" or not all(file.exists() for file in files):
         return None
-    return bind(Recipe, read_recipe(files[0]), files[0]), bind(Machine, read_recipe(files[1]), files[1])
+    return recipe_of(files[0]), bind(Machine, read_recipe(files[1]), files[1])

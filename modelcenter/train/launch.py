@@ -73,8 +73,11 @@ def nodes_told() -> int:
 
 
 def check_ranks(recipe: Recipe, machine: Machine) -> None:
-    """Refuse what the ranks of `machine` cannot do in the same way as one process."""
+    """Refuse what the ranks of `machine` cannot do in the same way as one process, and forwards that teach or tell nothing."""
     check(machine)
+    judged = recipe.data.eval_path is not None or recipe.data.eval_fraction
+    if recipe.micro_batch == 1 and (machine.shares == 1 or judged):  # training compares with other ranks' pairs too
+        recipe.check_compared("micro_batch")
     if machine.ranks == 1:
         return
     if machine.shares > recipe.batch and recipe.batch_tokens is None:

@@ -72,6 +72,11 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     if held is None and (recipe.metrics or recipe.eval_steps):
         asked = ", ".join(recipe.metrics) or f"eval_steps {recipe.eval_steps}"
         lines.append(f"evaluation: none, because there is no data for {asked}; set data.eval_path=FILE or data.eval_fraction=0.05")
+    if recipe.data.group_by_length and not recipe.data.shuffle:
+        lines.append("data.shuffle: false, but data.group_by_length draws batches in an order of its own; leave one of them out")
+    if recipe.save_total_limit is not None and recipe.save_steps is None:
+        lines.append(f"save_total_limit: {recipe.save_total_limit} without save_steps counts only the states of a run that is "
+                     "stopped; set save_steps=500 for more")
     if ended:
         lines.append(f"generation: texts end at {tokenizer.decode(ended, special=True)}, as generation_config.json will say")
     if held is not None and recipe.data.eval_path is None and (lack := objective.unlike(train.examples, held.examples)):

@@ -27,9 +27,11 @@ def load_recipe(name: str | Path, overrides: Iterable[str] | Mapping[str, Any] =
     """The packaged recipe of that name, or the file at that path, with `["a.b=v", ...]` applied to it. Errors name `where` those
     were given."""
     file, tree = open_recipe(name)
-    settled, layers = settle(tree, assignments(overrides, where), file, where)
+    settled, layers, left = settle(tree, assignments(overrides, where), file, where)
     recipe = bind(Recipe, settled, layers)
     check_given(recipe, layers.over, where)
+    for line in left if speaks() else ():
+        tell(printable(line))
     return recipe
 
 
@@ -42,6 +44,10 @@ def check_given(recipe: Recipe, given: Mapping[str, Any], where: str) -> None:
     if given.get("batch") is not None and recipe.batch_tokens is not None:
         found = f"{recipe.batch} beside batch_tokens {recipe.batch_tokens}, which counts instead"
         refuse(where, "batch", found, "one of the two; batch_tokens=null leaves that out")
+    data, share = given.get("data"), recipe.data.eval_fraction
+    if isinstance(data, Mapping) and "eval_fraction" in data and "eval_path" not in data and share and recipe.data.eval_path:
+        found = f"{share} beside the recipe's data.eval_path, which counts instead"
+        refuse(where, "data.eval_fraction", found, "one of the two; data.eval_path=null leaves that out")
 
 
 def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -54,7 +60,7 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
     if base in objectives() and base not in names(known):
         refuse_missing(None, base, "no such recipe but an objective", with_objective(base))
     file = find(base, "recipe", known)
-    tree = read_recipe(file)
+    tree = read_tree(file)
     variants = tree.pop("variants", {})
     if not isinstance(variants, dict) or not all(isinstance(variant, dict) for variant in variants.values()):
         refuse(file, "variants", "not a mapping of mappings", "a name and settings for each")
@@ -66,6 +72,20 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
         refuse(None, base, "several recipes", f"one of {', '.join(whole)}")
     tree = merge(tree, variants.get(chosen, {}))
     return file, {"output_dir": f"runs/{name}", **tree} if base in names(known) else tree
+
+
+def read_tree(file: Path) -> dict[str, Any]:
+    """What the file of a recipe says; that of a run without the least rate that `constant` had once, and which nothing read."""
+    tree = read_recipe(file)
+    schedule = tree.get("schedule")
+    if isinstance(schedule, dict) and schedule.get("name") == "constant" and (file.parent / "environment.json").is_file():
+        schedule.pop("min_lr_ratio", None)
+    return tree
+
+
+def recipe_of(file: Path) -> Recipe:
+    """The recipe that a run wrote, in full."""
+    return bind(Recipe, read_tree(file), file)
 
 
 def with_objective(objective: str) -> str:
@@ -105,11 +125,13 @@ PARTIAL = ("gradient_accumulation_steps", "bf16", "fp16", "adam_beta1", "adam_be
 
 def settle(
     tree: Mapping[str, Any], over: Mapping[str, Any], file: str | Path | None, where: str = COMMAND_LINE
-) -> tuple[dict[str, Any], Layers]:
-    """`tree`, a file's mapping, with `over`, given at `where`, applied to it, both in our spelling; and which of them says what.
+) -> tuple[dict[str, Any], Layers, list[str]]:
+    """`tree`, a file's mapping, with `over`, given at `where`, applied to it, both in our spelling; which of them says what; and
+    lines about what is left out.
     The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along. A mixture is
     one value: the sources of another are not mixed into it. Settings of the file that a choice at `where` does not use are left
     out."""
+    left: list[str] = []
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, where)
     if place := next((key for key in {**ours, **given} if key in PLACES), None):
@@ -121,18 +143,18 @@ def settle(
         replaced = {"path", "eval_path"} & whole.keys() | ({"eval_path"} if fixed and "path" in data else set())
         ours = {**ours, "data": {key: value for key, value in ours["data"].items() if key not in replaced}}
     for section in (section for section in CHOSEN if section in ours and section in given):
-        ours[section] = _used(section, ours[section], given[section], file)
-    return merge(ours, given), Layers(file, given, where, ours if fixed else None)
+        ours[section] = _used(section, ours[section], given[section], file, left)
+    return merge(ours, given), Layers(file, given, where, ours if fixed else None), left
 
 
-def _used(section: str, ours: Any, given: Any, file: str | Path | None) -> Any:
-    """`ours`, a section of a file, without the settings that the `name` given for it does not use. A line says which."""
+def _used(section: str, ours: Any, given: Any, file: str | Path | None, left: list[str]) -> Any:
+    """`ours`, a section of a file, without the settings that the `name` given for it does not use. A line in `left` says which."""
     if not isinstance(ours, dict) or not isinstance(given, dict) or "name" not in given:
         return ours
     name, usual = str(given["name"]), to_dict(CHOSEN[section]())
     idle = {key: value for key, value in ours.items() if key in CHOSEN[section].unread(name) and key not in given}
-    if (changed := [f"{section}.{key} {flow(value)}" for key, value in idle.items() if value != usual[key]]) and speaks():
-        tell(printable(f"{file}: {', '.join(changed)}: left out, with {section}.name={name}, which has none"))
+    if changed := [f"{section}.{key} {flow(value)}" for key, value in idle.items() if value != usual[key]]:
+        left.append(f"{file}: {', '.join(changed)}: left out, with {section}.name={name}, which has none")
     return {key: value for key, value in ours.items() if key not in idle}
 
 

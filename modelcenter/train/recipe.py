@@ -135,13 +135,17 @@ class Recipe:
         if not objective.packs and (self.data.packing or self.data.padding_free):
             key = "data.packing" if self.data.packing else "data.padding_free"
             refuse(None, key, f"true with objective {self.objective}", "false")
-        alone = "micro_batch" if self.micro_batch == 1 else "batch" if self.batch == 1 and self.batch_tokens is None else None
-        if objective.together and alone is not None and self.data.negative_key is None:
-            found = f"1 with objective {self.objective}: a pair alone has none to be told from"
-            refuse(None, alone, found, "2 or more, or data.negative_key")
+        if self.batch == 1 and self.batch_tokens is None:
+            self.check_compared("batch")
         if not objective.classes and self.loss.label_smoothing:
             found = f"{self.loss.label_smoothing} with objective {self.objective}"
             refuse(None, "loss.label_smoothing", found, "0: values are no classes")
+
+    def check_compared(self, key: str) -> None:
+        """Refuse a `key` that leaves each example alone, if the loss compares it with others."""
+        if find_objective(self.objective).together and self.data.negative_key is None:
+            found = f"1 with objective {self.objective}: a pair alone has none to be told from"
+            refuse(None, key, found, "2 or more, or data.negative_key")
 
     def check_data(self) -> None:
         """Refuse missing data, and an evaluation without data."""
