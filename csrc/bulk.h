@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* at) { return stat
 #endif
 
 // by one thread, who then says `begun`, and then comes a barrier of all
-__device__ __forceinline__ void begin(Barrier* barrier, int arrivals) {
+__device__ __forceinline__ void begin(Barrier* barrier, int32_t arrivals) {
 #if defined(MC_EMULATED)
     emulate::count_begin(barrier, arrivals);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -78,7 +78,7 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
 #endif
 }
 // arrives, and has the phase wait for so many bytes too
-__device__ __forceinline__ void expect(Barrier* barrier, int bytes) {
+__device__ __forceinline__ void expect(Barrier* barrier, int32_t bytes) {
 #if defined(MC_EMULATED)
     emulate::count_arrive(barrier, bytes);
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
