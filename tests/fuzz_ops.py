@@ -335,6 +335,7 @@ def compare(name: str, args: tuple[Any, ...], found: list[Tensor], seed: int) ->
         if name.endswith("_norm") and args[0].shape[-1:].numel() <= 2:
             eps = next(a for a in args if isinstance(a, float))
             bound *= 1 + 4 / math.sqrt(eps)  # times a difference that cancels
+            bound *= max(1, args[0].numel() / 256)  # what rounds all rows alike, where they are, adds up
         assert error(ours, truth) <= bound, f"result {i}: {error(ours, truth):.1e} beside {error(theirs, truth):.1e} of {most:.1e}"
 
 
