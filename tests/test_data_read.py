@@ -20,7 +20,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.formats import DOCUMENT
 from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.objectives.lm import Blocks
-from modelcenter.data.read import find_files, held_of_one, read_records, read_split, split
+from modelcenter.data.read import find_files, has_tables, held_of_one, read_records, read_split, split
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.data.tokenizer_open import open_tokenizer
@@ -270,14 +270,15 @@ def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_header_is_of_csv_and_tsv_alone(tmp_path: Path) -> None:
-    """Without a table among the data nothing would read the key."""
+    """Without a table among the data nothing reads the key."""
     lines, table = str(write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 4)), str(write(tmp_path / "a.tsv", "a\tb\n" * 2))
     for path, held in (({lines: 1.0, table: 1.0}, None), ((lines, table), None), (table, lines), (lines, table)):
-        assert sum(map(len, read_split(DataConfig(path=path, eval_path=held, header=False)))) == 6
+        parts = read_split(DataConfig(path=path, eval_path=held, header=False))
+        assert sum(map(len, parts)) == 6 and any(map(has_tables, parts))
     for path in (lines, (lines, lines), {lines: 1.0}):
-        with pytest.raises(InputError, match=r"^data\.header: false, and no data are csv or tsv; leave it out"):
-            read_split(DataConfig(path=path, eval_fraction=0.25, header=False))
-    assert sum(map(len, read_split(DataConfig(path=lines, format="csv", header=False)))) == 4
+        assert not any(map(has_tables, read_split(DataConfig(path=path, eval_fraction=0.25, header=False))))
+    for fraction in (0.0, 0.25):
+        assert has_tables(read_split(DataConfig(path=lines, format="csv", eval_fraction=fraction, header=False))[0])
 
 
 def test_evaluation_data_come_in_all_forms(tmp_path: Path) -> None:

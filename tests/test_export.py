@@ -79,6 +79,12 @@ def test_a_run_that_has_not_ended_is_judged_by_its_states(here: Path, capfd: pyt
         assert main(["evaluate", f"run/step-{step}", *HERE, "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["eval_loss"] == pytest.approx(loss, rel=1e-6)
     assert losses[2] != losses[4]
+    (here / "b.txt").write_text("the mat sat on a cat. " * 40)  # all of it, as with the run's model
+    found = []
+    for judged in ("run", "run/step-4"):
+        assert main(["evaluate", judged, *HERE, "data.path=b.txt", "--json"]) == 0
+        found.append(json.loads(capfd.readouterr().out))
+    assert found[0]["eval_targets"] == found[1]["eval_targets"]
     shutil.rmtree(here / "run/model")
     go_on = "run/model: not there: the run has not ended; the command that began it goes on; modelcenter convert run/step-4 OUT"
     convert, average = ["convert", "run/model", "out"], ["average", "run", "run", "out"]

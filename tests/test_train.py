@@ -1496,6 +1496,23 @@ def test_what_is_set_for_nothing_is_said(
         assert (line in capsys.readouterr().err) == (some == changes)
 
 
+@pytest.mark.parametrize(("name", "dim", "least"), [("adamw", 16, True), ("adamw", 32, False), ("muon", 32, True)])
+def test_moments_of_8_bits_for_no_matrix_are_said(
+    name: str, dim: int, least: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The longest rows are those of a feed-forward layer, four times as long; and in Muon no matrix of a layer has any."""
+    config = {"config": {**TINY, "dim": dim}, "optimizer.name": name, "optimizer.moments": "int8"}
+    train(recipe_of(tmp_path, **config, max_steps=1), MACHINE)
+    assert ("optimizer.moments: int8, but for no matrix: " in capsys.readouterr().err) == least
+
+
+def test_a_header_of_lines_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not refused: runs had it, which go on and are evaluated."""
+    for header in (False, True):
+        train(recipe_of(tmp_path, **{"data.header": header}, max_steps=1, output_dir=str(tmp_path / str(header))), MACHINE)
+        assert ("data.header: false, but no data are csv or tsv; " in capsys.readouterr().err) != header
+
+
 def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:
     assert train(recipe_of(tmp_path, num_epochs=1e-300), MACHINE).step == 1
 

@@ -74,7 +74,7 @@ def evaluate(args: Arguments) -> Answer:
 
         with TemporaryDirectory() as place:  # the model as it was then, for as long as it is judged
             export(str(folder), f"{place}/model", "auto")
-            return judged(*of_run(folder.parent, Path(place) / "model", args))
+            return judged(*of_run(folder.parent, Path(place) / "model", args), args)
     if (folder / "recipe.yaml").is_file():
         recipe, machine = of_run(folder, folder / "model", args)
     elif any((folder / name).is_file() for name in ("config.json", ADAPTER[0])) or is_published(folder, args):
@@ -85,9 +85,7 @@ def evaluate(args: Arguments) -> Answer:
         recipe, machine = run_of(args)
         if recipe.init == "random":
             recipe = trained(recipe, args)
-    if given(args).get("data", {}).keys() & {"path", "eval_path", "eval_fraction"} == {"path"}:
-        recipe = replace(recipe, data=replace(recipe.data, eval_path=recipe.data.path))  # all of it, and no part for training
-    return judged(recipe, machine)
+    return judged(recipe, machine, args)
 
 
 def is_published(name: Path, args: Arguments) -> bool:
@@ -138,8 +136,10 @@ def trained(recipe: "Recipe", args: Arguments) -> "Recipe":
     return replace(recipe, init="pretrained", config=config, tokenizer=recipe.tokenizer if "tokenizer" in over else None)
 
 
-def judged(recipe: "Recipe", machine: "Machine") -> Answer:
-    """The metrics of the recipe's model on its evaluation data."""
+def judged(recipe: "Recipe", machine: "Machine", args: Arguments) -> Answer:
+    """The metrics of the recipe's model on its evaluation data, or on all of those that the command line names alone."""
+    if given(args).get("data", {}).keys() & {"path", "eval_path", "eval_fraction"} == {"path"}:
+        recipe = replace(recipe, data=replace(recipe.data, eval_path=recipe.data.path))  # and no part for training
     if recipe.data.eval_path is None and not recipe.data.eval_fraction:
         refuse(None, "data.eval_path", "missing", "give data.eval_path=FILE")
     if recipe.init == "pretrained":

@@ -16,7 +16,7 @@ from ..errors import counted, refuse, refuse_missing
 from .config import DataConfig, Format
 from .formats import READERS, Csv, Documents, Tsv, refuse_rows
 from .indexed import TokenFile, Tokens, without
-from .record import Few, Mixture, Part, Records
+from .record import Few, Mixture, Part, Records, Slice
 from .table import PREFIX, is_saved, read_named, read_saved
 
 ENDINGS: dict[str, Format] = {
@@ -127,20 +127,19 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
     if data.path is None:
         refuse_missing(None, "data.path", "absent", "a file, a folder or a glob")
     train = read_sources(data.path, data)
-    held = None if data.eval_path is None else read_sources(data.eval_path, data, "data.eval_path")
-    if not data.header and not any(isinstance(part, Csv | Tsv) for part in files_of(Records(list(filter(None, [train, held]))))):
-        refuse(None, "data.header", "false, and no data are csv or tsv", "leave it out, or data.format=csv or tsv, if they are")
-    if held is not None:
-        return train, held
+    if data.eval_path is not None:
+        return train, read_sources(data.eval_path, data, "data.eval_path")
     if isinstance(train, Mixture):
         parts = [split(source, data.eval_fraction) for source in train.sources]
         return Mixture([part for part, _ in parts], train.weights), Mixture([part for _, part in parts])
     return split(train, data.eval_fraction)
 
 
-def files_of(records: Part) -> list[Part]:
-    """The parts that were read, each from a file."""
-    return [one for part in records.parts for one in files_of(part)] if isinstance(records, Records) else [records]
+def has_tables(records: Part) -> bool:
+    """Whether some of the records are rows of CSV or TSV, the only ones that `data.header` is of."""
+    if isinstance(records, Records):
+        return any(map(has_tables, records.parts))
+    return has_tables(records.records) if isinstance(records, Slice) else isinstance(records, Csv | Tsv)
 
 
 def held_of_one(data: DataConfig, held: Part) -> str:

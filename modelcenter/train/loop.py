@@ -20,6 +20,7 @@ from torch import nn
 from ..config import to_dict
 from ..data.prefetch import prefetch
 from ..metrics.table import check_packages
+from ..optim.adamw import BLOCK
 from ..optim.ema import EMA
 from ..optim.loss_scale import FIRST, LossScale
 from ..optim.optimizers import build_optimizer
@@ -152,6 +153,8 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     setup.lines.append(str(found))
     setup.foreseen = found.foreseen if isinstance(found, Verdict) else None
     optimizer = build_optimizer(setup.model, recipe.optimizer, ranks)
+    if recipe.optimizer.moments == "int8" and all(g["moments"] != "int8" or g.get("muon") for g in optimizer.param_groups):
+        setup.lines.append(f"optimizer.moments: int8, but for no matrix: rows are no multiples of {BLOCK} numbers; bf16 is for any")
     ema = EMA(setup.model, recipe.ema) if recipe.ema is not None else None
     torch.manual_seed(ranks.seed(recipe.seed))
     random.seed(recipe.seed)

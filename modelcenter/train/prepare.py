@@ -28,7 +28,7 @@ from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Loader
 from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
-from ..data.read import held_of_one, read_split
+from ..data.read import has_tables, held_of_one, read_split
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer
@@ -90,6 +90,8 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         setup.lines = opening(recipe, device, ranks, setup, ended)
         if file := held_of_one(recipe.data, held_out):
             setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
+        if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
+            setup.lines.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
         reader.wait()
     return setup
 
