@@ -668,15 +668,15 @@ def test_what_is_drawn_has_the_room_of_what_would_run(machine: Machine) -> None:
 def test_small_micro_batches_are_rehearsed_where_no_larger_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """And then the smallest alone, unless that fits."""
     monkeypatch.setattr(layout_module, "RECOMPUTES", ("none",))
-    job, few = job_of(gpt(), 2 * 293), MOST // LENGTH  # which 586, 293, 2 and 1 divide
-    needs = {rows: costs_of(job).exact(Machine(), rows).need for rows in (2, 293)}
+    job, few = job_of(gpt(), 2 * 587), MOST // LENGTH  # which 1174, 587, 2 and 1 divide
+    needs = {rows: costs_of(job).exact(Machine(), rows).need for rows in (2, 587)}
 
     def tried(limit: float) -> set[int]:
         costs = Costs(job, CHIPS["h200"], limit)
         best_of(costs, Machine(cuda_graphs=False))
         return {key[2] for key in costs.known if isinstance(key[0], int)} - {few, 2 * few}
 
-    assert tried(2 * needs[293]) == set() and tried((needs[2] + needs[293]) / 2) == {1, 2} and tried(needs[2] / 9) == {1}
+    assert tried(2 * needs[587]) == set() and tried((needs[2] + needs[587]) / 2) == {1, 2} and tried(needs[2] / 9) == {1}
 
 
 @pytest.mark.parametrize(
@@ -691,7 +691,7 @@ def test_the_best_is_the_fastest_of_all_that_fit(machine: Machine, times: tuple[
         costs = costs_of(job, limit=limit)
         fastest = min(e.seconds for e in (costs.estimate(*one) for one in every) if e.fits)
         found = best_of(costs, machine, times[0] * few if len(times) == 1 else None)
-        assert found.seconds == pytest.approx(fastest, rel=1e-3)
+        assert found.seconds == pytest.approx(fastest, rel=3e-3)
 
 
 def test_the_last_micro_batch_is_what_is_left() -> None:
@@ -794,7 +794,7 @@ def test_more_ranks_never_need_more() -> None:
     assert modes[0].flops == modes[2].flops and modes[2].share < modes[0].share
 
 
-@pytest.mark.parametrize("degrees", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor_parallel": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{}, {"fsdp": 2}, {"fsdp": 2, "tensor_parallel": 2}, {"tensor_parallel": 4}], ids=str)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_between_two_points_lies_a_straight_line(recompute: Any, degrees: dict[str, Any]) -> None:
     """What is interpolated is what a rehearsal of it finds, also where another moment needs the most than where the line begins."""

@@ -36,7 +36,7 @@ from .sharded import Sharded, Sizes, sizes_of
 from .tally import Kind, Moments, highest
 
 POINT = 8192  # labels with which a line begins: with fewer, more kernels take no longer than the smallest
-MOST = 18432  # with which it does however few words a vocabulary has
+MOST = 36864  # with which it does however few words a vocabulary has
 GRAPHED = 0.04  # of the host's time is left where a CUDA graph makes the calls: on an H200, 0.9 of 33 ms and 3.9 of 105 ms
 COMPILED = 0.3  # of the host's calls are left where blocks are compiled
 # Of what an accelerator's caching allocator holds: 8 % for LoRA on LLaMA on one H200; of several ranks, whose segments can grow
