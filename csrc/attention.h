@@ -433,7 +433,7 @@ __device__ __forceinline__ void lay_out(float* strip, const Problem& p, const Se
     const auto own = static_cast<int32_t>(threadIdx.x);
     if (own < 2) strip[own - 2] = bias[own ? p.high : p.low] * LOG2E;
 #pragma unroll 4
-    for (int at = begin + own; at < end; at += THREADS) strip[at] = bias[read_for(p, from + at)] * LOG2E;
+    for (int32_t at = begin + own; at < end; at += THREADS) strip[at] = bias[read_for(p, from + at)] * LOG2E;
 }
 #endif
 
