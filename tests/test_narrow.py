@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ HERE = Path(__file__).parent
 LEVELS = {"base": "0", "avx2": "1", "avx512": "2"}
 # Sums of two such ints are ints of 32 bits again: those that overflow are a trap.
 NARROW = f"-O1 -include {HERE}/narrow.h -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error"
+NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -56,6 +58,21 @@ def test_no_int_grows_with_a_tensor(tmp_path: Path) -> None:
     done = fuzzed(narrow(tmp_path), 300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "none wrong" in done.stdout
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_kernels_of_gpus_compile_with_such_ints(tmp_path: Path) -> None:
+    """Whether they compute the same is for a GPU to say (narrow.h); what is handed to another as its int is not one of these."""
+
+    def compiled(file: Path) -> str:
+        flags = f"-O0 -std=c++17 -include {HERE}/narrow.h -DMC_CUDA -DMC_HOPPER -DMC_LEVEL=100 -ptx -arch=sm_90a".split()
+        command = [str(NVCC), *flags, '-DMC_ARCHITECTURES="90"', str(file), "-o", str(tmp_path / f"{file.stem}.ptx")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+        return "" if done.returncode == 0 else f"{file.name}: {done.stdout}{done.stderr}"
+
+    with ThreadPoolExecutor(2) as pool:
+        failed = [said for said in pool.map(compiled, sorted((HERE.parent / "csrc").glob("*.cu"))) if said]
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.slow
