@@ -84,7 +84,7 @@ class Costs:
 
     def few_of(self, tp: int) -> int:
         """Rows of a micro-batch with which a line begins. Their logits are more than one chunk; where ranks have parts of the
-        vocabulary more than two, as the first is still there when the second is formed."""
+        vocabulary more than two, as the first is still there when the second is formed; as far as `MOST` labels go."""
         labels = self.job.batch(1)["labels"]
         with rehearsal(gpu=self.cuda):
             chunk, _ = rows_of_a_chunk(labels, ceil(self.job.model.config.vocab / tp), torch.bfloat16)
