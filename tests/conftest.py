@@ -3,11 +3,13 @@
 import inspect
 import os
 import random
+import runpy
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +106,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     mine = [r.passed for r in ends if "::test_mutant[" in r.nodeid]
     if mine:
         terminalreporter.write_line(f"{sum(mine)} of {len(mine)} mutants killed")
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py defines."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    return runpy.run_path(str(Path(__file__).parent.parent / "setup.py"))

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -73,13 +72,6 @@ def smoke(folder: Path) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found
-
-
-@pytest.fixture
-def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What setup.py defines."""
-    monkeypatch.setattr("setuptools.setup", lambda **_: None)
-    return runpy.run_path(str(HOUSE / "setup.py"))
 
 
 def tool(folder: Path, name: str, says: str) -> Path:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ HERE = Path(__file__).parent
 LEVELS = {"base": "0", "avx2": "1", "avx512": "2"}
 # Sums of two such ints are ints of 32 bits again: those that overflow are a trap.
 NARROW = f"-O1 -include {HERE}/narrow.h -fsanitize=signed-integer-overflow -fsanitize-undefined-trap-on-error"
-NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -60,13 +60,14 @@ def test_no_int_grows_with_a_tensor(tmp_path: Path) -> None:
     assert "none wrong" in done.stdout
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc")
-def test_kernels_of_gpus_compile_with_such_ints(tmp_path: Path) -> None:
+def test_kernels_of_gpus_compile_with_such_ints(setup: dict[str, Any], tmp_path: Path) -> None:
     """Whether they compute the same is for a GPU to say (narrow.h); what is handed to another as its int is not one of these."""
+    if (nvcc := setup["find_nvcc"]()) is None:
+        pytest.skip("no nvcc")
 
     def compiled(file: Path) -> str:
         flags = f"-O0 -std=c++17 -include {HERE}/narrow.h -DMC_CUDA -DMC_HOPPER -DMC_LEVEL=100 -ptx -arch=sm_90a".split()
-        command = [str(NVCC), *flags, '-DMC_ARCHITECTURES="90"', str(file), "-o", str(tmp_path / f"{file.stem}.ptx")]
+        command = [nvcc, *flags, '-DMC_ARCHITECTURES="90"', str(file), "-o", str(tmp_path / f"{file.stem}.ptx")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=800)
         return "" if done.returncode == 0 else f"{file.name}: {done.stdout}{done.stderr}"
 
