@@ -114,12 +114,6 @@ MC_INLINE float scale_of(vu top) {
 }
 
 template <class B, class T>
-MC_INLINE vf load_codes(const T* p, int n) {
-    B codes{};
-    memcpy(&codes, p, n);
-    return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
-}
-template <class B, class T>
 MC_INLINE void store_codes(T* p, vf x, int n) {
     const B codes = __builtin_convertvector(__builtin_convertvector(x, vi), B);
     memcpy(p, &codes, n);
@@ -147,20 +141,18 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
     const G* const g = static_cast<const G*>(item.g);
     int8_t* const m = static_cast<int8_t*>(item.m);
     uint8_t* const v = static_cast<uint8_t*>(item.v);
-    for (int64_t block = begin; block < end; block += BLOCK8) {  // begin is a multiple of CHUNK
-        float& m_scale = item.m_scale[block / BLOCK8];
-        float& v_scale = item.v_scale[block / BLOCK8];
-        const int here = static_cast<int>(end - block < BLOCK8 ? end - block : BLOCK8);
-        const auto lanes = [=](int k) { return here - k * LANES < LANES ? here - k * LANES : LANES; };
+    const auto one_block = [&](int64_t block, auto lanes) {  // lanes(k): elements of vector k, none of them after the last
+        const int64_t number = block / BLOCK8;
+        float m_scale = item.m_scale[number], v_scale = item.v_scale[number];
         vu random[SHARED] = {};
         for (int k = 0; STOCHASTIC && k < SHARED; k += 4) draw_words(random + k, (block + k * LANES) / 64, item.key);
         vf ys[SHARED], zs[SHARED];
         vu top{}, top_squared{};  // of magnitudes, whose order is that of their bits: NaN is above all
-        for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
+        for (int k = 0; k < SHARED && lanes(k) > 0; k++) {
             const int64_t i = block + k * LANES;
             const int n = lanes(k);
-            const vf code = load_codes<vb>(m + i, n), size = decoded<false>(vabs(code)) * m_scale;
-            vf x = load_n(p + i, n), y = code < 0.0f ? -size : size, z = decoded<true>(load_codes<vub>(v + i, n)) * v_scale;
+            const vf code = load_n(m + i, n), size = decoded<false>(vabs(code)) * m_scale;
+            vf x = load_n(p + i, n), y = code < 0.0f ? -size : size, z = decoded<true>(load_n(v + i, n)) * v_scale;
             update(x, y, z, load_n(g + i, n), factor, c, item, Plain{});
             put<STOCHASTIC>(p + i, x, bits_of_p(random[k]), n);
             if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
@@ -168,16 +160,21 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
             top = higher(top, float_to_bits(vabs(y)) & there), top_squared = higher(top_squared, float_to_bits(vabs(z)) & there);
             ys[k] = y, zs[k] = z;
         }
-        m_scale = scale_of(top), v_scale = scale_of(top_squared);
+        item.m_scale[number] = m_scale = scale_of(top), item.v_scale[number] = v_scale = scale_of(top_squared);
         const auto chance = [](vu bits) {
             return STOCHASTIC ? __builtin_convertvector(bits, vf) + 0.5f : all(32768.0f);
         };
-        for (int k = 0; lanes(k) > 0 && k < SHARED; k++) {
+        for (int k = 0; k < SHARED && lanes(k) > 0; k++) {
             const int64_t i = block + k * LANES;
             const vf code = encoded<false>(ys[k], m_scale, chance(bits_of_m(random[k])));
             store_codes<vb>(m + i, ys[k] < 0.0f ? -code : code, lanes(k));
             store_codes<vub>(v + i, encoded<true>(zs[k], v_scale, chance(bits_of_v(random[k]))), lanes(k));
         }
+    };
+    for (int64_t block = begin; block < end; block += BLOCK8) {  // begin is a multiple of CHUNK
+        const int64_t left = end - block;
+        if (left >= BLOCK8) one_block(block, [](int) { return LANES; });
+        else one_block(block, [=](int k) { return left - k * LANES < LANES ? static_cast<int>(left - k * LANES) : LANES; });
     }
 }
 

@@ -138,31 +138,6 @@ void product(const Rows& m, const float* x, const uint8_t* codes, const float* s
 
 // ---- int8
 
-#if defined(__AVX512F__)
-MC_INLINE vf load(const int8_t* p) {
-    return reinterpret_cast<vf>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
-}
-#elif defined(__AVX2__)
-MC_INLINE vf load(const int8_t* p) {
-    union {
-        vf all;
-        __m256 half[2];
-    } u;
-    for (int i = 0; i < 2; i++)
-        u.half[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i))));
-    return u.all;
-}
-#else
-typedef int8_t vb_any __attribute__((vector_size(16), aligned(1), may_alias));
-MC_INLINE vf load(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vb_any*>(p), vf); }
-#endif
-MC_INLINE vf load_n(const int8_t* p, int n) {
-    if (n == LANES) return load(p);
-    int8_t some[LANES] = {};
-    memcpy(some, p, n);
-    return load(some);
-}
-
 template <class T>
 void quantize_rows(const T* x, int8_t* codes, float* scales, int64_t rows, int64_t cols) {
     mc::parallel(rows, 1 + 16384 / (1 + cols), [=](int64_t begin, int64_t end) {

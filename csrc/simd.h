@@ -127,6 +127,33 @@ MC_INLINE void store(fp16* p, vf x) {
 }
 #endif
 
+// Bytes; compilers widen a vector of them one by one
+#if defined(__AVX512F__)
+MC_INLINE __m128i bytes(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+MC_INLINE vf load(const int8_t* p) { return reinterpret_cast<vf>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes(p)))); }
+MC_INLINE vf load(const uint8_t* p) { return reinterpret_cast<vf>(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes(p)))); }
+#elif defined(__AVX2__)
+template <class T>
+MC_INLINE vf load_bytes(const T* p) {
+    union {
+        vf all;
+        __m256 half[2];
+    } u;
+    for (int i = 0; i < 2; i++) {
+        const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
+        u.half[i] = _mm256_cvtepi32_ps(static_cast<T>(-1) < 0 ? _mm256_cvtepi8_epi32(eight) : _mm256_cvtepu8_epi32(eight));
+    }
+    return u.all;
+}
+MC_INLINE vf load(const int8_t* p) { return load_bytes(p); }
+MC_INLINE vf load(const uint8_t* p) { return load_bytes(p); }
+#else
+typedef int8_t vb_any __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint8_t vub_any __attribute__((vector_size(16), aligned(1), may_alias));
+MC_INLINE vf load(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vb_any*>(p), vf); }
+MC_INLINE vf load(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vub_any*>(p), vf); }
+#endif
+
 template <class T>
 MC_INLINE vf load_some(const T* p, int64_t n, float fill = 0) {
     T buffer[LANES] = {};
