@@ -53,6 +53,7 @@ from modelcenter.parallel.apply import join
 from modelcenter.parallel.device import memory_of
 from modelcenter.parallel.machine import Machine
 from modelcenter.parallel.peers import Mapped
+from modelcenter.parallel.ranks import settle
 from modelcenter.place import place
 from modelcenter.plan.chips import CHIPS, Chip, chip_here, chip_named
 from modelcenter.plan.costs import Costs
@@ -95,7 +96,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"fsdp": 2, "zero": stage, **more}
 
 
-FULL, SELECTIVE, COPIES = {"recompute": "full"}, {"recompute": "selective"}, {"replicate": 2}
+FULL, SELECTIVE, COPIES, HOST = {"recompute": "full"}, {"recompute": "selective"}, {"replicate": 2}, {"offload": True}
 TENTH = {"layers": 10}  # a quarter of the 13B, of the same blocks
 PROMPTS = {"data": {"prompt_key": "prompt", "response_key": "response"}}
 PACKED, UNPADDED = {"data": {"packing": True}}, {"data": {"padding_free": True}}
@@ -375,6 +376,24 @@ WANTED: list[tuple[int, list[tuple[Job, list[tuple[int, dict[str, Any]]]]]]] = [
         (Job("bloom-1b1", "lm", 16, 1024), [(8, zero(2)), (16, tp(2))]),
         (Job("cpm-ant-10b", "lm", 32, 512, {"layers": 8}), [(16, zero(3)), (16, COPIES)]),
     ]),
+    (1, [  # weights on the host
+        (Job("gpt2-medium", "lm", 16, 1024), [(16, HOST), (4, HOST)]),
+        (Job("gpt2-xl", "lm", 16, 512, more=optimizer(moments="int8")), [(16, HOST | SELECTIVE)]),
+        (Job("bert-large-uncased", "mlm", 64, 512), [(32, HOST)]),
+        (Job("t5-large", "seq2seq", 32, 512, more=target(64)), [(16, HOST)]),
+        (Job("llama-3.2-1b", "lm", 4, 4096), [(2, HOST), (4, HOST | FULL)]),
+        (Job("bloom-1b1", "lm", 8, 1024), [(8, HOST)]),
+        (Job("cpm-ant-10b", "lm", 16, 512, {"layers": 6}), [(16, HOST)]),
+    ]),
+    (2, [  # likewise
+        (Job("gpt2-large", "lm", 16, 1024), [(8, zero(3, **HOST))]),
+        (Job("gpt2-xl", "lm", 16, 1024, more=optimizer(moments="bf16")), [(4, zero(3, **HOST))]),
+        (Job("bert-large-uncased", "mlm", 64, 512), [(32, zero(3, **HOST))]),
+        (Job("t5-large", "seq2seq", 32, 512, more=target(64)), [(16, zero(3, **HOST))]),
+        (Job("llama-3.2-1b", "lm", 8, 2048), [(4, zero(3, **HOST)), (2, zero(2, **HOST))]),
+        (Job("bloom-1b1", "lm", 16, 512), [(8, zero(3, **HOST))]),
+        (Job("cpm-ant-10b", "lm", 16, 512, {"layers": 6}), [(8, zero(2, **HOST))]),
+    ]),
 ]  # fmt: skip
 SMALL = {"layers": 4, "dim": 128, "heads": 4, "vocab": 2000}
 WIDE = {**SMALL, "hidden": 512}
@@ -573,9 +592,10 @@ def measure(point: Point, steps: int, device: torch.device) -> dict[str, Any]:
         loss, _ = accumulate(model, some, recipe.objective, compute, scale, targets, ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
         known = soon(loss)
-        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares, fetch, graphs))
+        norms.append(update(model, optimizer, loss, 1e-5, recipe.max_grad_norm, scale, squares, fetch, graphs, late=True))
         known()
         if ema is not None:
+            settle(model)
             ema.update()
 
     fetch()

@@ -67,9 +67,9 @@ def job_of(model: Any, rows: int, precision: str = "bf16", length: int = LENGTH)
 
 
 @cache
-def built_by(name: str) -> Any:
+def built_by(name: str, moments: Any = "fp32") -> Any:
     """What builds an optimizer of that name; the same each time, as `costs_of` asks."""
-    return lambda model: (build_optimizer(model, OptimizerConfig(name=name)), None)
+    return lambda model: (build_optimizer(model, OptimizerConfig(name=name, moments=moments)), None)
 
 
 REHEARSED: dict[Any, dict[Any, Deep]] = {}

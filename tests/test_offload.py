@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from mesh import DEVICE, full, spawn
-from test_layout import costs_of, job_of
+from test_layout import built_by, costs_of, job_of
 from test_plan import recipe_of
 from torch import Tensor
 
@@ -350,6 +351,19 @@ def test_a_run_by_itself(tmp_path: Path) -> None:
     assert (ended.output_dir / "model" / "model.safetensors").read_bytes() == wanted
 
 
+def test_threads_are_left_to_who_issues_the_devices_calls() -> None:
+    """As OpenMP itself says in the thread; others have what the process was told."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(16)
+    try:
+        with offload.beside() as pool:
+            assert "omp_get_max_threads() : 14\n" in pool.submit(torch.__config__.parallel_info).result()
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 16
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_rooms_hold_tensors_beside_each_other() -> None:
     sizes = [((3,), torch.float32), ((), torch.float32), ((5, 7), torch.bfloat16), ((0, 2), torch.float64), ((129,), torch.int8)]
     room = Room(sum(4 * 35 + ALIGN for _ in sizes), torch.device("cpu"))
@@ -379,7 +393,7 @@ def test_memory_that_cannot_be_registered_is_memory(monkeypatch: pytest.MonkeyPa
 def test_weights_that_a_device_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mc.build("gpt2", config=SIZES, device="meta")
     monkeypatch.setattr(place, "memory_of", lambda device: (1000, 1000))
-    with pytest.raises(InputError, match=r"the memory of cuda: bf16, an adapter on nf4, machine.offload, or more ranks \(fsdp\)"):
+    with pytest.raises(InputError, match=r"1.0 kB, the memory of cuda: bf16, an adapter on nf4, machine.offload, or more ranks"):
         place.check_memory(model, torch.device("cuda"))
     with pytest.raises(InputError, match=r"the memory of cpu: bf16, an adapter on nf4, or more ranks \(fsdp\)"):
         place.check_memory(model, torch.device("cpu"))
@@ -422,13 +436,22 @@ def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
     first = costs.exact(Machine(offload=True, zero=1), 2)  # whole sums on the device
     assert first.parts["gradients"] == pytest.approx(4 * count, rel=1e-3) and first.aside == one.aside
     assert one.spent["offload"] > 0 and "offload" not in without.spent
-    slow = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True), 2)
+    fast = replace(CHIPS["h200"], call=1e-12, bring=1e18, host_bandwidth=1e18)
+    slow = costs_of(job, replace(fast, bring=1e9)).exact(Machine(offload=True), 2)
     inside = sum(p.numel() for n, p in job.model.named_parameters() if "blocks" in n)
     come = 4 * (2 * 4 * inside + 4 * (count - inside))  # twice a micro-batch, the outermost once; gradients go meanwhile, once
     assert slow.spent["offload"] == pytest.approx(come / 1e9, rel=0.1)
-    assert slow.seconds > four.seconds
-    second = costs_of(job, replace(CHIPS["h200"], bring=1e9)).exact(Machine(offload=True, zero=2), 2)
+    second = costs_of(job, replace(fast, bring=1e9)).exact(Machine(offload=True, zero=2), 2)
     assert second.spent["offload"] < 0.6 * slow.spent["offload"], "weights come once a step"
+    host = replace(fast, host_bandwidth=1e9)
+    updated = 28 + 4 + 4 / 0.55  # bytes a parameter: of fp32's update, of the weights that come, and of the norm, at its rate
+    for moments, rows, bytes_moved in (("fp32", 8, updated), ("int8", 8, updated), ("fp32", 2, updated + 12)):
+        build = built_by("adamw", moments)  # a sum of several micro-batches is read twice and written
+        spent = costs_of(replace(job, how=replace(job.how, build=build)), host).exact(Machine(offload=True), rows).spent
+        assert spent["offload"] == pytest.approx(bytes_moved * count / 1e9, rel=0.02)
+    late = costs_of(replace(job, rows=3000), replace(host, call=1e-4))  # who issues calls waits for norm and update
+    drawn, exact = late.estimate(Machine(offload=True), 1000), late.exact(Machine(offload=True), 1000)
+    assert exact.seconds >= exact.host + exact.spent["offload"] and drawn.seconds == pytest.approx(exact.seconds, rel=0.02)
 
 
 def test_a_plan_of_what_stays_on_the_device(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ POINT = 8192  # labels with which a line begins: with fewer, more kernels take n
 MOST = 36864  # with which it does however few words a vocabulary has
 GRAPHED = 0.04  # of the host's time is left where a CUDA graph makes the calls: on an H200, 0.9 of 33 ms and 3.9 of 105 ms
 COMPILED = 0.3  # of the host's calls are left where blocks are compiled
+READ = 0.55  # of the rate of an update is that of a sum, which reads alone: 61 and 106 GB/s by 16 threads of an H200's host
+LEAST = 7  # times the bytes of its gradients an update there moves, or takes as long: moments of 16 and 8 bits are arithmetic
 # Of what an accelerator's caching allocator holds: 8 % for LoRA on LLaMA on one H200; of several ranks, whose segments can grow
 # (train/launch.py), 1.0 to 1.9 % of a whole 13B on two, and plans of them were up to 2 % short.
 FRAGMENTS, GROWN = 0.1, 0.05
@@ -151,7 +153,7 @@ class Costs:
 
     def waited(self, spent: dict[str, float], busy: float) -> dict[str, float]:
         """`spent` with the seconds for which the device waits for the host, which is `busy` for so many."""
-        device = sum(seconds for what, seconds in spent.items() if what != "host")
+        device = sum(seconds for what, seconds in spent.items() if what not in ("host", "offload"))
         return spent | {"host": together(device, busy, self.chip.apart) - device}
 
     def shared_out(self, machine: Machine, rows: int) -> float:
@@ -174,19 +176,23 @@ class Costs:
         if graphed and tp == 1:
             spent["host"] *= GRAPHED  # AdamW makes few calls, what others make is recorded
         if aside:
-            spent |= {"compute": 0.0, "memory": 0.0, "offload": self.aside(machine, one["compute"] + one["memory"], forwards)}
+            spent |= {"compute": 0.0, "memory": 0.0}
         for what, seconds in one.items():
             spent[what] += (forwards if what == "host" else many) * seconds
         spent["host"] += self.called(host.updated(self.parts, machine))
         if not graphed:
             spent["host"] += self.called(host.hooked(self.parts, machine, forwards))
+        if aside:
+            spent["host"] += self.called(host.copied(self.parts, machine, forwards))
         if machine.shares > 1:
             beside = max(one["compute"] + one["memory"], one["host"])
             for what, seconds in self.exchanged(machine, beside, forwards).items():
                 spent[what] += seconds
-        spent = {what: seconds * (1 if what in ("host", "offload") else chip.slower) for what, seconds in spent.items()}
+        spent = {what: seconds * (1 if what == "host" else chip.slower) for what, seconds in spent.items()}
         busy = spent["host"]
         spent = self.waited(spent, busy)
+        if aside:
+            spent["offload"] = self.aside(machine, sum(spent.values()), forwards)
         flops = many * self.flops(self.rehearsed(tp, "none", rows, forwards, shared, sequence=machine.sequence_parallel))
         kept = self.sharded(machine, forwards).beside if aside else 0
         return Estimate(machine, rows, forwards, moments, self.limit, sum(spent.values()), dict(spent), busy, flops,
@@ -344,19 +350,21 @@ class Costs:
         return {what: seconds / (machine.fsdp if what in ("compute", "memory") else 1) for what, seconds in spent.items()}
 
 
-    def aside(self, machine: Machine, one: float, forwards: int) -> float:
-        """Seconds in which the device waits for the host's memory: for weights that come and gradients that go, at once, as far as
-        they take longer than `forwards` micro-batches of `one` second each; for the norm of all gradients; and for what of the
-        update the next forward, a third of its micro-batch, does not hide."""
+    def aside(self, machine: Machine, busy: float, forwards: int) -> float:
+        """Seconds in which all waits for the host's memory: for weights that come and gradients that go, at once, as far as they
+        take longer than the `busy` seconds of forward and backward; for the last gradients to be added, if there are several
+        micro-batches; for the norm; and for what of the update the next forward, a third of a micro-batch, does not hide."""
         n, tp, chip = machine.fsdp, machine.tensor_parallel, self.chip
         whole, outside, _, _ = self.sizes(tp)
         gradients, times = self.lasting(tp)["gradients"], host.exchanges(machine, forwards)
         come = ((whole - outside) * times.blocks + outside * times.outermost) / n / chip.bring
-        go, busy = gradients * times.scatters / n / chip.bring, forwards * one
+        go = gradients * times.scatters / n / chip.bring
         waits = max(0.0, come - busy, go - busy)
         moved = sum(count * work.bytes for work, count in self.update_of(tp).work(True).items())
-        update = max(0.0, (moved - gradients) / n / chip.host_bandwidth - one / 3)
-        return waits + gradients / n / chip.host_bandwidth + update
+        updated = max(moved - gradients, LEAST * gradients) + whole  # which come meanwhile, out of the same memory
+        after = (3 * gradients if forwards > 1 else 0) + gradients / READ
+        forward = busy / forwards / 3
+        return waits + after / n / chip.host_bandwidth + max(0.0, updated / n / chip.host_bandwidth - forward)
 
 
 def heads_of(model: nn.Module) -> list[int]:

@@ -66,6 +66,12 @@ def hooked(parts: Parts, machine: Machine, forwards: int) -> float:
     return parts.units * (forwards * HOOKS + times.scatters * SCATTER + times.sums * SUM) + gathers * GATHER
 
 
+def copied(parts: Parts, machine: Machine, forwards: int) -> float:
+    """Calls that weights kept on the host add to a step: each comes and is rounded, and its gradient goes."""
+    times = exchanges(machine, forwards)
+    return parts.trained * (2 * times.blocks + times.scatters)
+
+
 def recomputed(parts: Parts, machine: Machine) -> float:
     """Calls that recompute adds to a micro-batch, besides the repeated ones."""
     return parts.blocks * RECOMPUTED[str(machine.recompute)]
