@@ -454,6 +454,21 @@ def test_a_plan_of_what_the_host_keeps(job: Any) -> None:
     assert exact.seconds >= exact.host + exact.spent["offload"] and drawn.seconds == pytest.approx(exact.seconds, rel=0.02)
 
 
+def test_a_plan_of_what_comes_and_goes(job: Any) -> None:
+    """A block comes parameter by parameter, of several ranks to be laid end to end as well; FSDP waits at the end of each
+    micro-batch for what leaves, and lets go of a block's sums when they are on their way."""
+    costs, block = costs_of(job), next(iter(blocks(job.model)))
+    longest, whole = max(p.nbytes for p in block.parameters()), sum(p.nbytes for p in block.parameters())
+    alone, halves = costs.sharded(Machine(offload=True), 2), costs.sharded(Machine(offload=True, fsdp=2), 2)
+    assert alone.coming == longest and halves.coming == longest + whole / 2
+    assert alone.come() - replace(alone, aside=False).come() == longest
+    assert alone.late == 0 < replace(alone, aside=False).late
+    one = replace(alone, forwards=1)
+    here, table = replace(one, aside=False).gathered("backward 0 between"), one.formed.outside
+    assert one.gathered("backward 0 between") == here + longest + whole / 2  # none of the gradients is among those that grow here
+    assert one.gathered("end") == table / 2 + 2 * table  # as summed, and as it leaves
+
+
 def test_a_plan_of_what_stays_on_the_device(tmp_path: Path) -> None:
     """The codes of quantised weights, whole on each rank."""
     mc.build("gpt2", config=GPT).save_pretrained(tmp_path)

@@ -113,7 +113,9 @@ class Sharded:
             return self.there + self.late + (self.laid if kind == "head" else 0.0)
         if kind == "end":  # gradients of the outermost layers wait, whole, until those of all blocks are exchanged
             blocks_done = self.ratio * (self.sizes.whole - self.sizes.outside) if self.back else 0
-            return self.there - self.given - blocks_done + self.sent(outside - head) + self.waits(outside - head)
+            leaving = (outside - head) / self.machine.fsdp if self.aside else 0.0  # the sum, when what it is of has been laid out
+            formed = max(self.waits(outside - head), leaving)
+            return self.there - self.given - blocks_done + self.sent(outside - head) + formed
         if kind != "backward":
             return self.come() + self.late
         if not of_a_block:
@@ -140,9 +142,17 @@ class Sharded:
     def come(self, of_a_block: str = "") -> float:
         """The same and those of the blocks at work."""
         whole, outside, block, _ = self.sizes
-        coming = block * (1 + self.ratio) / self.machine.fsdp if self.aside else 0.0  # from the host, as it is and as it is sent
+        coming = self.coming / self.machine.fsdp if self.aside else 0.0
         work = block if of_a_block == "0 first" else min(2 * block, whole - outside)  # in the backward it is the last
         return coming + (self.there if self.machine.zero < 3 else self.mapped(outside + work))
+
+    @cached_property
+    def coming(self) -> float:
+        """From the host: a parameter as it is, and of several ranks a block's as they are sent."""
+        cut = cuts(self.model, self.machine.tensor_parallel)
+        inside = (p for block in blocks(self.model) for p in block.parameters())
+        longest = max((cut.get(id(p), p.shape).numel() * p.itemsize for p in inside), default=0)
+        return longest + (self.ratio * self.sizes.block if self.machine.fsdp > 1 else 0.0)
 
     def mapped(self, weights: float) -> float:
         """Bytes of weights that have come, with what ranks map of each other: a part of the longest unit's weights, and its
@@ -157,8 +167,7 @@ class Sharded:
     def sent(self, gradients: float) -> float:
         """Bytes of gradients as they are sent, which is as they are summed unless this rank sums them itself: then those of the
         others have come beside them, or into what ranks map."""
-        leaving = 1 / self.machine.fsdp if self.aside else 0.0  # the sum, until the host has it
-        return gradients * ((self.ratio * (1 if self.maps else 2) if self.sums_itself else 1.0) + leaving)
+        return gradients * (self.ratio * (1 if self.maps else 2) if self.sums_itself else 1.0)
 
     def waits(self, gradients: float) -> float:
         """Bytes of gradients as they are formed, less what is among those that grow."""
@@ -181,8 +190,9 @@ class Sharded:
 
     @property
     def late(self) -> float:
-        """What the outermost layers of the micro-batch before sent: FSDP waits for it when the next one's first unit sends."""
-        if self.forwards == 1 or self.kept or self.graphed:
+        """What the outermost layers of the micro-batch before sent: FSDP waits for it when the next one's first unit sends, but for
+        what the host adds up, at the end of each."""
+        if self.forwards == 1 or self.kept or self.graphed or self.aside:
             return 0.0
         return (self.formed.outside - self.formed.head) * (self.ratio if self.sums_itself else 1.0)
 
