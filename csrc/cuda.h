@@ -48,10 +48,14 @@ __device__ __forceinline__ Pack<T, N> rounded(const float (&from)[N]) {
     return pack;
 }
 
-// VECTOR: `p` is aligned to 16 bytes and whole packs are moved at once; the rest, and misaligned arrays, go element by element.
+// What moves a pack, in one step or in several.
+template <class P>
+using WordOf = std::conditional_t<sizeof(P) % 16 == 0, uint4, std::conditional_t<sizeof(P) % 8 == 0, uint2, uint32_t>>;
+
+// VECTOR: `p` is aligned as packs are and whole packs are moved at once; the rest, and misaligned arrays, go element by element.
 template <bool VECTOR, int N = 8, class T>
 __device__ __forceinline__ Pack<T, N> load(const T* p, int count = N) {
-    using Word = std::conditional_t<sizeof(Pack<T, N>) % 16 == 0, uint4, uint2>;
+    using Word = WordOf<Pack<T, N>>;
     Pack<T, N> pack;
     if (VECTOR && count == N) {
 #pragma unroll
@@ -65,7 +69,7 @@ __device__ __forceinline__ Pack<T, N> load(const T* p, int count = N) {
 }
 template <bool VECTOR, class T, int N>
 __device__ __forceinline__ void store(T* p, const Pack<T, N>& pack, int count = N) {
-    using Word = std::conditional_t<sizeof(Pack<T, N>) % 16 == 0, uint4, uint2>;
+    using Word = WordOf<Pack<T, N>>;
     if (VECTOR && count == N) {
 #pragma unroll
         for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); i++)

@@ -35,7 +35,7 @@ __global__ __launch_bounds__(SIDE_BY_SIDE) void gather_packs(
     }
 }
 
-// Other rows, a warp a token.
+// Other rows, a warp a token, numbers side by side.
 template <class T>
 __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table, T* out, int64_t n, int64_t vocab, int64_t dim) {
     if (!present<T>) return;
@@ -46,18 +46,17 @@ __global__ __launch_bounds__(256) void gather(const int64_t* ids, const T* table
     const T* from = table + (known ? id : 0) * dim;
     T* const to = out + token * dim;
     const int64_t there = known ? dim : 0;
-    constexpr int N = SPAN<T>, AHEAD = 2;  // packs read before the first is written
-    for (int64_t column = threadIdx.x * N; column < dim; column += 32 * N * AHEAD) {
-        Pack<T, N> packs[AHEAD];
-#pragma unroll
-        for (int u = 0; u < AHEAD; u++) packs[u] = load<false, N>(from + column + u * 32 * N, some<N>(column + u * 32 * N, there));
+    constexpr int AHEAD = 8;  // numbers read before the first is written
+    for (int64_t column = threadIdx.x; column < dim; column += 32 * AHEAD) {
+        T some[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                if (!known) packs[u].at[i] = from_float<T>(__int_as_float(0x7FC00000));
-            store<false>(to + column + u * 32 * N, packs[u], some<N>(column + u * 32 * N, dim));
+            const int64_t at = column + u * 32;
+            some[u] = at < there ? from[at] : from_float<T>(__int_as_float(0x7FC00000));
         }
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+            if (column + u * 32 < dim) to[column + u * 32] = some[u];
     }
 }
 

@@ -11,9 +11,11 @@ constexpr int THREADS = 128;
 // wider than what they turn, and fewer packs are sooner done.
 template <class T, bool INTERLEAVED>
 constexpr int HEADS = INTERLEAVED ? (sizeof(T) == 4 ? 2 : 8) : sizeof(T) == 4 ? 1 : 4;
+// Channels of a pack where heads are no whole packs of 16 bytes, as of 100 channels: neighbours' lie side by side.
+constexpr int FEW = 2;
 // Pairs of a thread.
-template <class T, bool INTERLEAVED>
-constexpr int PAIRS = SPAN<T> / (INTERLEAVED ? 2 : 1);
+template <bool INTERLEAVED, int N>
+constexpr int PAIRS = N / (INTERLEAVED ? 2 : 1);
 
 struct Sizes {
     int64_t tokens, heads, dim, pairs, period;  // period: tokens after which the angles begin anew
@@ -25,18 +27,18 @@ struct Sizes {
 template <bool VECTOR, int N>
 __device__ __forceinline__ Pack<float, N> load_angles(const float* p, int count) {
     if (!VECTOR || count != N) return load<VECTOR, N>(p, count);
-    using Word = std::conditional_t<N == 2, uint2, uint4>;
     Pack<float, N> pack;
+    using Word = std::conditional_t<N == 1, float, WordOf<decltype(pack)>>;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(pack) / sizeof(Word)); i++)
         reinterpret_cast<Word*>(&pack)[i] = read_passing(reinterpret_cast<const Word*>(p) + i);
     return pack;
 }
 
-template <class T, bool INTERLEAVED, bool VECTOR>
+template <class T, bool INTERLEAVED, int N, bool VECTOR>
 __global__ __launch_bounds__(THREADS) void rotate(const T* x, T* y, const float* cos, const float* sin, Sizes z) {
     if (!present<T>) return;
-    constexpr int MANY = HEADS<T, INTERLEAVED>, N = SPAN<T>, P = PAIRS<T, INTERLEAVED>, APART = INTERLEAVED ? 1 : 2;
+    constexpr int MANY = HEADS<T, INTERLEAVED>, P = PAIRS<INTERLEAVED, N>, APART = INTERLEAVED ? 1 : 2;
     const int64_t each = z.packs + z.rests, items = z.tokens * z.groups * each;
     const int64_t item = int64_t{blockIdx.x} * THREADS + threadIdx.x;
     if (item >= items) return;
@@ -88,16 +90,24 @@ MC_KERNEL(rotary) {
     const Rotary a(call);
     check_present(call, a.y.dtype);
     const Array& from = a.x ? a.x : a.y;
-    const bool packs = from.aligned() && a.y.aligned() && a.cos.aligned() && a.sin.aligned() && a.dim % 8 == 0 && a.pairs % 8 == 0;
+    const bool aligned = from.aligned() && a.y.aligned() && a.cos.aligned() && a.sin.aligned();
+    const auto whole = [&](int64_t channels) { return aligned && a.dim % channels == 0 && a.pairs % channels == 0; };
     const auto stream = static_cast<cudaStream_t>(call.stream);
     MC_FOR_FLOAT(a.y.dtype, T, MC_FOR_BOOL(a.interleaved, INTERLEAVED, {
-        const auto parts = [](int64_t whole, int64_t each) { return (whole + each - 1) / each; };
-        const Sizes sizes{a.tokens, a.heads, a.dim, a.pairs, a.period, parts(a.pairs, PAIRS<T, INTERLEAVED>),
-                          a.x ? parts(a.dim - 2 * a.pairs, SPAN<T>) : 0, parts(a.heads, HEADS<T, INTERLEAVED>), a.way};
-        const int64_t items = sizes.tokens * sizes.groups * (sizes.packs + sizes.rests);
-        if (!items) return;
-        const auto blocks = static_cast<unsigned>(parts(items, THREADS));
-        MC_FOR_BOOL(packs, VECTOR, rotate<T, INTERLEAVED, VECTOR>
-            <<<blocks, THREADS, 0, stream>>>(from.as<T>(), a.y.as<T>(), a.cos.as<float>(), a.sin.as<float>(), sizes))
+        const auto run = [&](auto channels, auto vector) {
+            constexpr int N = decltype(channels)::value;
+            const auto parts = [](int64_t all, int64_t each) { return (all + each - 1) / each; };
+            const Sizes sizes{a.tokens, a.heads, a.dim, a.pairs, a.period, parts(a.pairs, PAIRS<INTERLEAVED, N>),
+                              a.x ? parts(a.dim - 2 * a.pairs, N) : 0, parts(a.heads, HEADS<T, INTERLEAVED>), a.way};
+            const int64_t items = sizes.tokens * sizes.groups * (sizes.packs + sizes.rests);
+            if (!items) return;
+            rotate<T, INTERLEAVED, N, decltype(vector)::value><<<static_cast<unsigned>(parts(items, THREADS)), THREADS, 0, stream>>>(
+                from.as<T>(), a.y.as<T>(), a.cos.as<float>(), a.sin.as<float>(), sizes);
+        };
+        const std::integral_constant<int, SPAN<T>> span;
+        const std::integral_constant<int, FEW> few;
+        if (whole(8)) run(span, std::true_type{});
+        else if (whole(FEW)) run(few, std::true_type{});
+        else run(few, std::false_type{});
     }))
 }
