@@ -106,7 +106,7 @@ def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ra
     model = mc.load(folder, dtype="fp64" if exact else "fp32", machine=machine, precision=precision, adapter=adapter, config=sizes)
     optimizer = build_optimizer(model.train(), OptimizerConfig(lr=1e-2, **beside.get("optimizer", {})), ranks)
     device = torch.device("cpu" if machine is None else DEVICE)
-    ids = torch.randint(41, (4, 9), generator=torch.Generator().manual_seed(3)).to(device)
+    ids = torch.randint(41, (4, 10), generator=torch.Generator().manual_seed(3)).to(device)
     rows = [ids[k : k + 1] for k in range(4)][ranks.share :: ranks.shares]
     micro = beside.get("micro", len(rows))
     parts = [torch.cat(rows[k : k + micro]) for k in range(0, len(rows), micro)]
@@ -195,7 +195,8 @@ HEAD = """# What combines on several ranks
 
 Sizes that do not divide are refused by name: attention heads must be divisible by tensor_parallel, and the columns of QLoRA's 4-bit
 weights by 64 times the ranks that split them. One combination of three is refused: compile with recompute=full under
-tensor_parallel, because torch's compiler fails on its backward.
+tensor_parallel, because torch's compiler fails on its backward. It fails on batches of varying shapes there too, so blocks are
+compiled for each shape of batch anew; after eight shapes they run uncompiled.
 
 """
 NUMBERS = "A number: refused before a weight is allocated, with the text below.\n\n"

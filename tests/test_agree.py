@@ -136,3 +136,24 @@ def test_contents_count_and_times_do_not(tmp_path: Path) -> None:
     file.write_text(text.replace("1", "2", 1))  # as long as before
     key, found = difference([before, facts(recipe, machine), before])
     assert key.endswith("text.txt: sha256_of_contents") and "on ranks 0, 2 and " in found and found.endswith("on rank 1")
+
+
+@pytest.mark.parametrize("key", ["model", "tokenizer"])
+def test_another_tokenizer_of_the_same_size_is_found(key: str, tmp_path: Path) -> None:
+    """Ranks that cut the same texts into other tokens would train without an error."""
+    file = tmp_path / "folder" / "tokenizer.json"
+    file.parent.mkdir()
+    file.write_text('{"a": 0, "b": 1}')
+    recipe, machine = run_of(tmp_path, **{key: str(file.parent)}), machine_of((2, 1))
+    before = facts(recipe, machine)
+    file.write_text('{"b": 0, "a": 1}')
+    name, found = difference([before, facts(recipe, machine)])
+    assert name == f"{key} tokenizer.json" and found.startswith("'16 bytes, sha256 ") and found.endswith("' on rank 1")
+
+
+@pytest.mark.parametrize("package", agree.READERS)
+def test_another_reader_of_the_data_is_found(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, machine = run_of(tmp_path), machine_of((2, 1))
+    before, known = facts(recipe, machine), agree.versions()
+    monkeypatch.setattr(agree, "versions", lambda: known | {package: "0.1"})
+    assert difference([before, facts(recipe, machine)]) == (package, f"{known[package]!r} on rank 0 and '0.1' on rank 1")

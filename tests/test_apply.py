@@ -136,6 +136,7 @@ QUADS: dict[str, tuple[dict[str, Any], int]] = {
     "fsdp x tp": ({"fsdp": 2, "tensor_parallel": 2, "recompute": "full"}, 2),
     "zero1 x tp": ({"fsdp": 2, "tensor_parallel": 2, "zero": 1}, 2),
     "copies x tp": ({"replicate": 2, "tensor_parallel": 2}, 2),
+    "copies x sequence": ({"replicate": 2, "tensor_parallel": 2, "sequence_parallel": True}, 2),
     "sequence x fsdp": ({"tensor_parallel": 2, "sequence_parallel": True, "fsdp": 2, "recompute": "selective"}, 2),
     "fsdp4": ({"fsdp": 4}, 1),
 }

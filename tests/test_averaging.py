@@ -444,3 +444,24 @@ def test_a_step_that_others_wait_for_is_not_done_again() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         graphs.attempt(partial(short))
     assert len(done) == 3
+
+
+def spread(rank: int) -> None:
+    """Where tensor and sequence parallelism make a DTensor of every parameter, which has storage only after the model is spread."""
+    sizes = {"layers": 1, "dim": 16, "hidden": 24, "heads": 2, "kv_heads": 2, "positions": 16, "vocab": 40}
+    model = mc.build("llama-2-7b", config=sizes, machine=replace(BOTH, sequence_parallel=True)).train()
+    sent: list[int] = []
+    real, averaging.send = averaging.send, lambda some, group: (sent.append(len(some)), real(some, group))[1]
+    ids = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(rank // 2)).to(DEVICE)
+    model(ids, labels=ids).loss.backward()
+    parameters: list[Any] = list(model.parameters())
+    assert all(hasattr(p, "placements") for p in parameters) and sent == [len(parameters), 0], f"sent: {sent}"
+    for p in parameters:
+        mine = p.grad.to_local().contiguous()
+        parts = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(parts, mine)
+        assert mine.any() and torch.equal(parts[rank % 2], parts[rank % 2 + 2]), f"{p.shape}: not the mean of both"
+
+
+def test_parameters_that_get_storage_later_are_averaged() -> None:
+    spawn(4, spread)

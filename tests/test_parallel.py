@@ -235,3 +235,30 @@ def test_compiled_blocks_equal_eager(backend: str, kinds: list[str], monkeypatch
             gap = (eager.get_parameter(name).grad - compiled.get_parameter(name).grad).abs().max()
             assert gap <= 2e-5 * largest, f"{case} {name}"
     torch._dynamo.reset()
+
+
+def compiled(rank: int, kinds: list[str]) -> None:
+    torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+    for case in (c for c in CASES if c.kind in kinds):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        eager, blocks = (draw(case, mc.Machine(device=DEVICE, tensor_parallel=2, compile=c)) for c in (False, True))
+        for cut in (0, 2):  # another length in the second batch
+            args = {name: value[:, cut:] for name, value in there(inputs(case)).items()}
+            wanted, found = scores(eager(**args)), scores(blocks(**args))
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda m, case=case: f"{case}: {m}")
+            for out in (wanted, found):
+                weighted(out, torch.ones(out.shape[:2], dtype=torch.bool, device=out.device)).backward()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+        for name in eager.shapes:
+            grad, reference = (full(m.get_parameter(name).grad) for m in (blocks, eager))
+            torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10, msg=lambda m, n=f"{case} {name}": f"{n}: {m}")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler looks
+@pytest.mark.parametrize("kinds", [
+    ["llama"], pytest.param([c.kind for c in CASES if c.kind != "llama"], marks=pytest.mark.slow),
+], ids=["llama", "others"])  # fmt: skip
+def test_compiled_blocks_of_ranks_equal_eager(kinds: list[str]) -> None:
+    """Also where what a block is given comes straight from a table that ranks have in parts, and with batches of other lengths."""
+    spawn(2, compiled, kinds)

@@ -151,16 +151,17 @@ def tensor_parallel(model: nn.Module, mesh: "DeviceMesh", sequence: bool = False
 
 
 def looked_up(table: nn.Embedding, ids: Any) -> Any:
-    """This rank's summand (b s dim) of the rows of a table at `ids` (b s): zero for rows that other ranks have. torch's own lookup
-    computes the gradient of the whole table on every rank, and leaves it whole there if nothing else shards it."""
-    from torch.distributed.tensor import DTensor, Partial
+    """The rows (b s dim) of a table at `ids` (b s): the sum over the ranks, each of which has zeros for rows that others have.
+    torch's own lookup computes the gradient of the whole table on every rank, and leaves it whole there if nothing else shards it.
+    The sum is waited for: if a block's input were one under way, the backward of a compiled block would fail."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     weight: Any = table.weight
     mesh, own = weight.device_mesh, weight.to_local(grad_placements=weight.placements)
     at = ids.to_local() - mesh.get_local_rank() * len(own)
     others = (at < 0) | (at >= len(own))
     rows = ops.embedding(at.masked_fill(others, 0), own, None).masked_fill(others[..., None], 0)
-    return DTensor.from_local(rows, mesh, [Partial()], run_check=False)
+    return DTensor.from_local(rows, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
 
 
 def pad_rows(module: nn.Module, ranks: int) -> None:

@@ -73,7 +73,8 @@ class Averaging:
         """Find out which parameters are trained now."""
         self.forget()  # of a backward that has failed
         model = self.model()
-        trained = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+        # one without storage is not computed with, and a DTensor that gets it then never calls a hook of before
+        trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta] if model is not None else []
         if len(trained) != len(self.hooks) or not all(p in self.hooks for p in trained):
             self.take(trained)
 

@@ -43,11 +43,13 @@ def units(model: nn.Module) -> list[nn.Module]:
 
 
 def fit_blocks(model: nn.Module, machine: Machine) -> None:
-    """Apply recompute and then compile, as `machine` says: the recomputation is compiled too."""
+    """Apply recompute and then compile, as `machine` says: the recomputation is compiled too. With tensor parallelism blocks are
+    compiled for each shape anew, and from the ninth on not at all: of DTensors whose shapes vary torch's compiler never ends to
+    make symbols (a RecursionError in torch 2.13)."""
     recompute(model, machine.recompute)
     if machine.compile:
         for block in blocks(model):
-            block.compile()
+            block.compile(dynamic=False if machine.tensor_parallel > 1 else None)
 
 
 def recompute(model: nn.Module, how: Recompute) -> None:

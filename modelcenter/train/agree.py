@@ -21,11 +21,12 @@ from ..config import to_dict
 from ..errors import InputError, refuse
 from ..parallel.machine import Machine
 from ..parallel.ranks import OtherRankError, Ranks, named
-from .environment import describe_data, paths
+from .environment import HASHED, describe_data, paths, versions
 from .folder import flat
 from .recipe import Recipe
 
 PACKAGE = Path(__file__).resolve().parents[1]
+READERS = ("numpy", "tokenizers", "transformers")  # packages that draw the order of examples, and cut texts into tokens
 APPEARS = 60.0  # seconds after which others see what one machine has made: so long NFS believes that a name is not there
 LOOK = 0.1  # seconds between two looks
 
@@ -84,15 +85,23 @@ def unwritable(place: Path, ranks: Ranks) -> str:
 def facts(recipe: Recipe, machine: Machine) -> dict[str, Any]:
     """What must be the same on all ranks, in the order of comparison. Times and paths of files may differ, because machines may
     have copies."""
-    found = {"modelcenter": __version__, "code": code(), **flat(to_dict(recipe)), **flat(to_dict(machine), "machine.")}
+    read = {name: version for name, version in versions().items() if name in READERS}
+    found = {"modelcenter": __version__, "code": code(), **read, **flat(to_dict(recipe)), **flat(to_dict(machine), "machine.")}
     for path in paths(recipe.data):
         said = describe_data(path, recipe.data)
         found |= {f"data {path}: {key}": said[key] for key in ("files", "bytes", "sha256_of_contents") if key in said}
         found |= {f"data {path}: {Path(file['name']).name}": file["bytes"] for file in said.get("list", ())}
-    folder = Path(os.path.expanduser(recipe.model))
-    if folder.is_dir():
-        found |= {f"model {file.name}": file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
+    for key, name in (("model", recipe.model), ("tokenizer", recipe.tokenizer)):
+        folder = Path(os.path.expanduser(name or os.devnull))
+        files = sorted(folder.iterdir()) if folder.is_dir() else ()
+        found |= {f"{key} {file.name}": contents(file) for file in files if file.is_file()}
     return found
+
+
+def contents(file: Path) -> str:
+    """The size of a file, and a hash of it if it is small, as a tokenizer's are."""
+    size = file.stat().st_size
+    return f"{size} bytes{f', sha256 {sha256(file.read_bytes()).hexdigest()[:12]}' if size <= HASHED else ''}"
 
 
 def code() -> str:

@@ -26,7 +26,7 @@ from ..data.table import PREFIX, is_saved
 from ..errors import refuse
 
 FILE = "environment.json"
-PACKAGES = ("torch", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "transformers", "tensorboard", "matplotlib")
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 HASHED = 64 << 20  # bytes of data that are read for their hash: a tenth of a second
 LISTED = 100  # files
