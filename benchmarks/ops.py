@@ -173,12 +173,13 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
                 "add_layer_norm", f"{name} {rows} x {dim} p={p}", args, passes(rows, dim, 4, 5 if p else 4), {"torch": plain},
                 quick=name in ("13B", "GPT-2") and p == 0.0,
             )  # fmt: skip
-    sizes = norm_sizes([("LLaMA-8B", 32768, 4096)], [("T5-small", 1024, 512)])
+    sizes = norm_sizes([("LLaMA-8B", 32768, 4096), ("odd", 16384, 4099)], [("T5-small", 1024, 512), ("odd", 1024, 771)])
     for name, rows, dim, odd in sizes:
-        for p in (0.0, 0.1):
+        for p in (0.0, 0.1) if not odd else (0.1,):
 
             def args(rows: int = rows, dim: int = dim, odd: bool = odd, p: float = p) -> tuple[Any, ...]:
-                return new(rows, dim), new(rows, dim), new(dim), 1e-6, seed() if p else None, p
+                x, residual = new(rows, dim, odd=odd), new(rows, dim, odd=odd)
+                return x, residual, new(dim), 1e-6, seed() if p else None, p
 
             def plain(x: Tensor, r: Tensor, w: Tensor, eps: float, seed: Any, p: float) -> tuple[Tensor, Tensor]:
                 total = r + (F.dropout(x, p) if p else x)
@@ -194,7 +195,8 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
     rows, dim = (16384, 20480) if gpu else (1024, 3072)
     tanh = partial(F.gelu, approximate="tanh")
     plain: dict[str, Function] = {"gelu": F.gelu, "gelu_tanh": tanh, "relu": F.relu, "silu": F.silu}
-    alone = (("gelu", 1, 0), ("gelu", 0, 0), ("gelu_tanh", 1, 0), ("gelu_tanh", 1, 3), ("relu", 0, 0), ("silu", 0, 0))
+    alone = (("gelu", 1, 0), ("gelu", 0, 0), ("gelu_tanh", 1, 0), ("gelu_tanh", 1, 3), ("relu", 0, 0), ("relu", 1, 0),
+             ("silu", 0, 0), ("silu", 1, 0))  # fmt: skip
     for name, biased, odd in alone:
 
         def args(biased: int = biased, odd: int = odd) -> tuple[Any, ...]:
@@ -207,7 +209,7 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
         yield Bench(name, size, args, passes(rows, dim + odd, 2, 3), {"torch": fused}, quick=(name, biased) == ("gelu", 1))
     rows, dim = (16384, 14336) if gpu else (1024, 1024)
     pairs = (("swiglu", "silu", "swiglu", 0), ("swiglu", "silu", "swiglu", 3), ("geglu_tanh", "gelu_tanh", "geglu", 0),
-             ("geglu", "gelu", "", 0))  # fmt: skip
+             ("geglu", "gelu", "", 0), ("reglu", "relu", "", 0))  # fmt: skip
     for name, act, theirs, odd in pairs:
 
         def args(odd: int = odd) -> tuple[Any, ...]:
@@ -236,25 +238,29 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
         yield Bench("dropout", size, args, passes(rows, dim + odd, 3 if beside else 2, 2), {"torch": fused}, quick=beside)
 
     # rotary: in place at best
-    large = [("LLaMA-8B", 4, 32, 8192, 128, False), ("GPT-J", 8, 16, 8192, 64, True)]
-    for name, b, h, s, d, interleaved in large if gpu else [("LLaMA", 2, 12, 512, 64, False)]:
+    large = [("LLaMA-8B", 4, 32, 8192, 128, False), ("GPT-J", 8, 16, 8192, 64, True),
+             ("OpenLLaMA-3B, odd", 8, 32, 4096, 100, False)]  # fmt: skip
+    small = [("LLaMA", 2, 12, 512, 64, False), ("odd", 2, 12, 512, 50, False)]
+    for name, b, h, s, d, interleaved in large if gpu else small:
 
         def args(b: int = b, h: int = h, s: int = s, d: int = d, interleaved: bool = interleaved) -> tuple[Any, ...]:
             angle = torch.rand(1, s, 1, d // 2, device=device) * 6
             return new(b, s, h, d), angle.cos(), angle.sin(), interleaved
 
-        yield Bench("rotary", f"{name} {b} x {s} x {h} x {d}", args, passes(b * h * s, d, 2, 2), quick=not interleaved)
+        yield Bench(
+            "rotary", f"{name} {b} x {s} x {h} x {d}", args, passes(b * h * s, d, 2, 2), quick=name.startswith("LLaMA"),
+        )  # fmt: skip
 
     # embedding: the rows looked up are read and written; backward reads their gradients and writes the table's
-    large = [("LLaMA-8B", 128256, 4096, 32768), ("BERT", 30522, 1024, 131072)]
-    for name, vocab, dim, count in large if gpu else [("GPT-2", 50257, 768, 1024)]:
+    large = [("LLaMA-8B", 128256, 4096, 32768), ("BERT", 30522, 1024, 131072), ("odd", 50257, 1603, 65536)]
+    for name, vocab, dim, count in large if gpu else [("GPT-2", 50257, 768, 1024), ("odd", 50257, 771, 1024)]:
 
-        def args(vocab: int = vocab, dim: int = dim, count: int = count) -> tuple[Any, ...]:
-            return words(count, vocab, device), new(vocab, dim), None
+        def args(vocab: int = vocab, dim: int = dim, count: int = count, odd: bool = name == "odd") -> tuple[Any, ...]:
+            return words(count, vocab, device), new(vocab, dim, odd=odd), None
 
         yield Bench(
             "embedding", f"{name} {count} of {vocab} x {dim}", args, (2 * count * dim * each, (count + vocab) * dim * each),
-            {"torch": lambda ids, table, pad: F.embedding(ids, table)}, quick=name != "BERT",
+            {"torch": lambda ids, table, pad: F.embedding(ids, table)}, quick=name in ("LLaMA-8B", "GPT-2"),
         )  # fmt: skip
 
     # losses: a logit is read once and its gradient written once
@@ -311,13 +317,14 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
             )  # fmt: skip
 
     # frozen weights in 4 and 8 bits: a product of many tokens is arithmetic, of few it reads the codes
-    rows, cols = (14336, 4096) if gpu else (3072, 768)
+    rows, width = (14336, 4096) if gpu else (3072, 768)
     for name, bits in (("nf4", 4), ("int8", 8)):
-        for tokens in (8192, 4) if gpu else (512, 4):
+        for tokens, odd in ((8192 if gpu else 512, 0), (4, 0), (8192 if gpu else 512, 3), (4, 3)):
+            cols = width + odd
 
-            def args(name: str = name, tokens: int = tokens) -> tuple[Any, ...]:
+            def args(name: str = name, tokens: int = tokens, cols: int = cols, odd: int = odd) -> tuple[Any, ...]:
                 codes, scales = getattr(ops, f"quantize_{name}")(torch.randn(rows, cols, device=device))
-                return new(tokens, cols), codes, scales, None
+                return new(tokens, cols, odd=bool(odd)), codes, scales, None
 
             whole = OPS[f"linear_{name}"].reference
 
@@ -327,7 +334,7 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
             product = 2.0 * tokens * rows * cols
             floor: dict[str, Any] = {"flops": (product, product)} if tokens > 64 else {"bytes": (rows * cols * bits / 8, 0)}
             yield Bench(
-                f"linear_{name}", f"{tokens} x {cols} x {rows}", args, quick=tokens > 64,
+                f"linear_{name}", f"{'odd ' if odd else ''}{tokens} x {cols} x {rows}", args, quick=tokens > 64 and not odd,
                 directions=("forward", "backward") if tokens > 64 else ("forward",), **floor,
                 **({"reference": again, "peers": {"kept": torch.compile(whole, dynamic=False)}} if tokens > 64 else {}),
             )  # fmt: skip
@@ -336,9 +343,9 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
     # Before the update: the gradients of a scaled loss, as fp16's is, are unscaled, and all are clipped
     count = 1_000_000_000 if gpu else 32_000_000
     for half, master, moments, before in (
-        (True, True, "fp32", "clip"), (True, True, "bf16", "clip"), (True, True, "bf16", "unscale, clip"),
-        (True, True, "int8", "clip"), (True, False, "bf16", "clip"), (True, False, "int8", "clip"),
-        (False, False, "fp32", "clip"), (False, False, "fp32", "alone"),
+        (True, True, "fp32", "clip"), (True, True, "fp32", "clip, odd"), (True, True, "bf16", "clip"),
+        (True, True, "bf16", "unscale, clip"), (True, True, "int8", "clip"), (True, False, "bf16", "clip"),
+        (True, False, "int8", "clip"), (False, False, "fp32", "clip"), (False, False, "fp32", "alone"),
     ):  # fmt: skip
         if not gpu and half != (dtype == torch.bfloat16):
             continue
@@ -350,7 +357,7 @@ def benches(device: str, dtype: torch.dtype, real: bool = True) -> Iterator[Benc
             "adamw", f"{count / 1e6:.0f} M, {name}, {moments} moments, {before}", tuple, (moved, 0),
             {"torch": partial(torch_adamw, count, device, half, master, before)},
             ours=partial(our_adamw, count, device, half, master, moments, before),
-            directions=("step",), quick=moments != "int8" and (half or not gpu),
+            directions=("step",), quick=moments != "int8" and (half or not gpu) and "odd" not in before,
         )  # fmt: skip
 
     # Adafactor: gradients clipped, then read for squares, for the steps' size and for the steps. A GPU alone has kernels
@@ -372,9 +379,10 @@ def our_adamw(count: int, device: str, half: bool, master: bool, moments: str, b
     from modelcenter.optim.adamw import AdamW
 
     dtype = torch.bfloat16 if half else torch.float32
-    params = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes_of(count)]
+    each = {"device": device, "dtype": dtype, "odd": "odd" in before}
+    params = [tensor(*shape, **each) for shape in shapes_of(count)]
     for p in params:
-        p.grad = torch.randn_like(p)
+        p.grad = tensor(*p.shape, grad=False, **each)
     optimizer = AdamW(params, lr=1e-4, moments=moments, master=master)
     scale = torch.full((), 2.0**-10, device=device) if "unscale" in before else None
 
@@ -388,9 +396,10 @@ def torch_adamw(count: int, device: str, half: bool, master: bool, before: str) 
     """The same in torch's passes: with a master gradients to fp32, unscale, clip, fused update, parameters to bf16. Its moments are
     of the parameters' dtype, fp32 beside a master."""
     dtype = torch.bfloat16 if half and not master else torch.float32
-    params = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes_of(count)]
+    each = {"device": device, "dtype": dtype, "odd": "odd" in before}
+    params = [tensor(*shape, **each) for shape in shapes_of(count)]
     for p in params:
-        p.grad = torch.randn_like(p)
+        p.grad = tensor(*p.shape, grad=False, **each)
     optimizer = torch.optim.AdamW(params, lr=1e-4, fused=True)
     copies = [p.detach().bfloat16() for p in params] if master else []
     grads = [torch.randn_like(copy) for copy in copies]

@@ -5,13 +5,14 @@ import importlib
 import os
 import platform
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import __version__
-from .errors import counted
+from .errors import counted, size
 from .ops import _kernels
 from .ops._kernels import NOT, reach
 from .ops.dropout import draw, dropout
@@ -58,10 +59,12 @@ def examine() -> dict[str, Any]:
                 advice.append(f"kernels for this GPU: MODELCENTER_CUDA_ARCHS='{' '.join(sorted(set(lacking)))}' {AGAIN}")
         if "one thread" in found["cpu_kernels"]:
             advice.append("kernels on every core: a torch that is built with libgomp, as its Linux wheels are")
+    if not cards and (hidden := unseen_gpus()):
+        advice.append(hidden)
     units = has_low_units(torch.bfloat16)
     found["bf16_on_cpu"] = "in hardware" if units else "no units for it (AMX, AVX512-BF16): products are computed in fp32"
     found["precision_auto"] = {kind: automatic_precision(torch.device(kind)) for kind in ("cpu", *(["cuda"] if cards else []))}
-    found["disk_free"] = f"{shutil.disk_usage('.').free / 1e9:.0f} GB here"
+    found["disk_free"] = f"{size(shutil.disk_usage('.').free)} here"
     found["hub_cache"] = str(constants.HF_HUB_CACHE)
     found["hub_offline"] = bool(constants.HF_HUB_OFFLINE)
     found["advice"] = advice
@@ -75,9 +78,11 @@ def extension() -> tuple[Any, str, list[str]]:
     if (built := vars(_kernels)["_C"]) is not None:
         place = Path(getattr(built, "__file__", __file__))  # an editable installation lends its own to who has none
         return built, "built" if place.parent == Path(__file__).parent else f"built, from {place}", []
-    compiler = os.environ.get("CXX", "").split(" ")[0] or "g++"
-    there = shutil.which(compiler) or shutil.which("c++")
-    advice = [f"kernels: {AGAIN}" if there else f"kernels: install a C++ compiler ({compiler} is not on the PATH), then {AGAIN}"]
+    asked = os.environ.get("CXX", "").split()  # setup.py then looks for no other
+    compiler = asked[0] if asked else "g++"
+    there = shutil.which(compiler) or (None if asked else shutil.which("c++"))
+    missing = "unset CXX, which names one that is not there" if asked else "install a C++ compiler"
+    advice = [f"kernels: {AGAIN}" if there else f"kernels: {missing} ({compiler} is not on the PATH), then {AGAIN}"]
     try:
         other = importlib.import_module("modelcenter._C")
     except ModuleNotFoundError:
@@ -88,6 +93,24 @@ def extension() -> tuple[Any, str, list[str]]:
     except ImportError as error:
         return None, f"does not load: {error}: references only", advice
     return None, f"built for modelcenter {other.version}: references only", advice
+
+
+def unseen_gpus() -> str | None:
+    """How torch, which sees no GPU, would see those that the driver lists; None if that lists none."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=10,
+                              stdin=subprocess.DEVNULL)  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    count = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    if done.returncode or not count:
+        return None
+    here = f"the {counted(count, 'GPU')} that nvidia-smi lists"
+    if torch.version.cuda is None:
+        return f"{here}: a build of torch for CUDA (pytorch.org), as this one is for the CPU only"
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"{here}: unset CUDA_VISIBLE_DEVICES, which is {visible!r} and shows torch none"
+    return f"{here}: a driver for CUDA {torch.version.cuda} or newer, or a build of torch for an older CUDA: this one sees none"
 
 
 def without_cuda() -> str:

@@ -16,6 +16,7 @@ from modelcenter.errors import InputError
 from modelcenter.ops._kernels import available
 from modelcenter.optim import adamw
 from modelcenter.optim.adamw import AdamW
+from modelcenter.optim.clipped import Lion
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(1,), (7,), (0,), (64,), (65,), (3, 43), (adamw.CHUNK,), (adamw.CHUNK + 1,), (2 * adamw.CHUNK + 100,)]
@@ -73,6 +74,29 @@ def test_fifty_steps_are_torchs(way: str, device: str, monkeypatch: pytest.Monke
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(optimizer.state[p][name], peer.state[q][name], rtol=1e-5, atol=1e-7)
         assert optimizer.state[p]["step"] == 50
+
+
+@pytest.mark.parametrize("way", ["kernel", "reference"])
+def test_bf16_to_nearest_is_torchs(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and moments, but for one in a thousand that lies between two: torch's sums are in another order."""
+    if way == "reference":
+        by_reference(monkeypatch)
+    ours, optimizer = make(dtype=torch.bfloat16, moments="bf16", stochastic=False)
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    peer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(30):
+        gradients(ours, step)
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = p.grad.clone()
+        optimizer.step()
+        peer.step()
+    pairs = [*zip(ours, theirs, strict=True)]
+    for name in ("exp_avg", "exp_avg_sq"):
+        pairs += [(optimizer.state[p][name], peer.state[q][name]) for p, q in zip(ours, theirs, strict=True)]
+    different = [int((a != b).sum()) for a, b in pairs]
+    assert sum(different) < 1e-3 * sum(a.numel() for a, _ in pairs), different
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
 
 
 @kernels
@@ -578,6 +602,18 @@ def test_shards_are_updated_where_they_are(kind: str) -> None:
 def test_settings_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         AdamW([nn.Parameter(torch.ones(1))], **options)
+
+
+class Marked(nn.Parameter):
+    """As other libraries have: its memory may be elsewhere."""
+
+
+def test_a_parameter_of_a_subclass_is_refused() -> None:
+    """At once, and not in the first step; one that does not train is not looked at."""
+    for made in (AdamW, Lion):
+        with pytest.raises(InputError, match=rf"^{made.__name__}: params: a Marked of shape \[2, 3\], .*; torch's own Parameters"):
+            made([nn.Parameter(torch.ones(1)), Marked(torch.ones(2, 3))])
+        made([nn.Parameter(torch.ones(1)), Marked(torch.ones(2, 3), requires_grad=False)])
 
 
 @kernels

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from modelcenter import doctor
 from modelcenter.__main__ import main
 from modelcenter.ops import _kernels
+from modelcenter.train.opening import slow_choices
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -59,6 +62,42 @@ def test_not_built(compiler: bool, capsys: pytest.CaptureFixture[str], monkeypat
     assert ("install a C++ compiler" in found["advice"][0]) is not compiler and "pip install" in found["advice"][0]
 
 
+@pytest.mark.parametrize(("cxx", "advice"), [
+    ("", "kernels: pip install"), (" c++ -m64", "kernels: pip install"), ("/nowhere/g++", "kernels: unset CXX, which names"),
+], ids=["none", "that", "another"])  # fmt: skip
+def test_the_compiler_is_the_one_that_is_asked_for(cxx: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """setup.py takes CXX or none, although another is there."""
+    monkeypatch.setattr(_kernels, "_C", None)
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setitem(sys.modules, "modelcenter._C", None)  # the import of it fails
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/c++" if name == "c++" else None)
+    monkeypatch.setenv("CXX", cxx)
+    assert doctor.extension()[2][0].startswith(advice)
+
+
+@pytest.mark.parametrize(("build", "visible", "lists", "says"), [
+    (None, None, "GPU 0: RTX 2080 Ti\nGPU 1: RTX 2080 Ti\n", "the 2 GPUs that nvidia-smi lists: a build of torch for CUDA"),
+    ("13.0", None, "GPU 0: RTX 2080 Ti\n", "the 1 GPU that nvidia-smi lists: a driver for CUDA 13.0 or newer, or"),
+    ("13.0", "", "GPU 0: RTX 2080 Ti\n", "the 1 GPU that nvidia-smi lists: unset CUDA_VISIBLE_DEVICES, which is ''"),
+    (None, None, "No devices found.\n", None),
+    (None, None, None, None),
+], ids=["of the CPU", "driver", "hidden", "no GPU", "no program"])  # fmt: skip
+def test_gpus_that_torch_does_not_see(build: str | None, visible: str | None, lists: str | None, says: str | None, tmp_path: Path,
+                                      capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's own program lists them, or fails, or is missing."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if lists is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 9\nprintf '{lists}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    lines = [line for line in said(capsys)["advice"] if "nvidia-smi" in line]
+    assert [line.startswith(str(says)) for line in lines] == [True] * (says is not None)
+
+
 def test_of_another_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "_C", None)
     monkeypatch.setattr(_kernels, "WANTED", True)
@@ -95,6 +134,26 @@ def test_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SimpleNamespace(forward=SimpleNamespace(direct=lambda x, *rest: x))
     monkeypatch.setattr(doctor, "dropout", SimpleNamespace(kernel=wrong, reference=doctor.dropout.reference))
     assert "DIFFER" in doctor.runs(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("built", "device", "warned"), [
+    (None, "cpu", True), (("none", "80 90"), "cpu", False), (("avx2", ""), "cuda", False), (("avx2", "80 90"), "cuda", True),
+])  # fmt: skip
+def test_a_run_says_once_that_there_are_no_kernels(
+    built: tuple[str, str] | None, device: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a warning or else a line, if nothing is built, or nothing for the processor, for GPUs, for this GPU."""
+    module = built and SimpleNamespace(version="", cpu_level=built[0], cuda_architectures=built[1])
+    for name, value in {"WANTED": True, "_C": module, "_warned": False, "COVERED": {}}.items():
+        monkeypatch.setattr(_kernels, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    recipe: Any = SimpleNamespace(precision="fp32", batch_tokens=None)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        lines = slow_choices(recipe, torch.device(device), 8, 1)
+    assert (len(seen), len(lines)) == ((1, 0) if warned else (0, 1))
+    assert "`modelcenter doctor`" in str(seen[0].message) if warned else "modelcenter doctor" in lines[0]
 
 
 @pytest.mark.parametrize("nvcc", [True, False])

@@ -109,6 +109,17 @@ def test_an_nvcc_that_knows_none_of_them(setup: dict[str, Any], tmp_path: Path, 
         setup["architectures"](str(tool(tmp_path, "nvcc", "nvcc fatal: Unknown option")))
 
 
+def test_what_a_compiler_prints_may_be_any_bytes(setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper's greeting in Latin-1 once ended the installation; what a compiler says of its failure is passed on."""
+    nvcc = tool(tmp_path / "bin", "nvcc", "")
+    nvcc.write_text('#!/bin/sh\nprintf "gr\\374n release 13.0"\nprintf "Gr\\374nde" >&2\n[ $# = 1 ]\n')
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("MODELCENTER_CUDA", "1")
+    assert setup["find_nvcc"]() == str(nvcc)
+    with pytest.raises(OSError, match="Gr\N{REPLACEMENT CHARACTER}nde"):
+        setup["run"]([str(nvcc), "-c", "x.cu"])
+
+
 def test_every_gpu_since_turing_is_reached(setup: dict[str, Any]) -> None:
     """By machine code where NVIDIA promises that it runs: on later numbers of the same generation."""
     every = [(7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
@@ -162,6 +173,16 @@ def test_without_a_compiler(compiler: str, tmp_path: Path) -> None:
         found = smoke(folder)
         assert str(found["extension"]).startswith("not built") and found["advice"]
         assert len([s for s in found["said"] if "no compiled kernels" in s]) == 1  # type: ignore[attr-defined]
+
+
+def test_with_a_pybind11_that_does_not_load(tmp_path: Path) -> None:
+    """Nor does anything else that nobody has thought of end an installation."""
+    folder = copy(tmp_path / "a")
+    (folder / "pybind11").mkdir()
+    (folder / "pybind11" / "__init__.py").write_text("raise RuntimeError('made for another one')")
+    done = build(folder)
+    assert done.returncode == 0, done.stderr
+    assert "the references will do the work: made for another one" in done.stderr and not list(folder.rglob("_C.*"))
 
 
 def test_what_is_gone_is_not_installed(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """ops/_kernels.py: for which GPUs a build's kernels are taken, machine by machine as torch would describe it, and tensors."""
 
+import ctypes
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -65,6 +67,26 @@ def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytes
             assert silu.fast(x) is fits and _kernels.served(x, dtype) is fits and _kernels.served(x)
             assert isinstance(silu(x, bias), torch.Tensor) is fits
             assert _op.look((x.float(), None, dtype))[2] is fits
+
+
+@pytest.mark.skipif(not _kernels.available("cpu") or not hasattr(ctypes.CDLL(None), "omp_get_max_threads"), reason="no kernels")
+def test_a_new_thread_has_as_many_threads_as_torch_was_told() -> None:
+    """OpenMP keeps a number for each; torch's own ops see to theirs."""
+    x, seed, before, found = torch.ones(64), torch.tensor([3]), torch.get_num_threads(), list[int]()
+
+    def work() -> None:
+        ops.dropout(x, None, seed, 0.5)
+        found.append(ctypes.CDLL(None).omp_get_max_threads())
+
+    try:
+        for threads in (before + 2, before + 1):
+            torch.set_num_threads(threads)
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert found.pop() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_more_dimensions_than_kernels_take() -> None:

@@ -529,6 +529,21 @@ def test_the_steps_of_adafactor_are_counted_on_the_host() -> None:
     assert ours.state[q]["step"].device.type == "cpu" and ours.state[q]["row_var"].is_meta
 
 
+def test_a_state_of_torchs_adafactor_is_taken_without_its_eps() -> None:
+    """As the refusal of it says. Where torch was not given any, its eps is not ours."""
+    p, q = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
+    ours, theirs = Adafactor([q]), torch.optim.Adafactor([p], lr=0.5)
+    p.grad, q.grad = torch.full((3, 2), 2.0), torch.ones(3, 2)
+    theirs.step()
+    state = theirs.state_dict()
+    for group in state["param_groups"]:
+        del group["eps"]
+    ours.load_state_dict(state)
+    assert ours.param_groups[0]["eps"] == (1e-30, 1e-3) and ours.param_groups[0]["lr"] == 0.5
+    ours.step()
+    assert ours.state[q]["step"] == 2 and torch.all(ours.state[q]["row_var"] > 2)
+
+
 def test_muon_is_torchs() -> None:
     """Without a word about groups; torch's state goes on here, and ours there; what it can do otherwise is refused."""
     torch.manual_seed(0)
@@ -626,7 +641,8 @@ def test_what_a_step_can_take(kind: Any) -> None:
     (lambda: asked(AdamW([vector()]), moments="fp8").step(), r"^AdamW: moments: 'fp8'"),
     (lambda: asked(Adafactor([vector()]), d=2.0).step(), r"^Adafactor: d: 2\.0; 1\.0: no other is offered"),
     (lambda: Adafactor([{"params": [vector()], "eps": (1e-8, 1e-3)}]), "^Adafactor: eps: .1e-08, 0.001.; .1e-30, 0.001.: no"),
-    (lambda: Adafactor([vector()]).load_state_dict(torch.optim.Adafactor([vector()]).state_dict()), "^Adafactor: eps: .None"),
+    (lambda: Adafactor([vector()]).load_state_dict(torch.optim.Adafactor([vector()]).state_dict()),
+     r"^Adafactor: eps: \(None, 0\.001\); \(1e-30, 0\.001\): no other is offered, and a group without 'eps' has it$"),
     (lambda: EMA(nn.Linear(1, 1), 1.5), r"^EMA: decay: 1\.5; a number from 0 to 1$"),
     (lambda: EMA(nn.Linear(1, 1), math.nan), r"^EMA: decay: nan; a number from 0 to 1$"),
 ])  # fmt: skip

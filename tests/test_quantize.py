@@ -194,6 +194,39 @@ def test_products_of_any_size(kind: str, dtype: torch.dtype, device: str) -> Non
     assert linear(torch.ones(2, 3, 4, device=device, dtype=dtype), *packed(kind, 5, 4, device)[:2], None).shape == (2, 3, 5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_gradient_of_few_rows_rounds_no_weight(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Its own rounding is all there is, as in their product."""
+    codes, scales, weight = packed(kind, 33, 200, device)
+    for n in (1, 8):
+        x = torch.zeros(n, 200, device=device, dtype=dtype, requires_grad=True)
+        grad = (weights((n, 33), torch.float32, device) / 2**6).to(dtype)  # within fp16
+        (found,) = torch.autograd.grad(getattr(ops, f"linear_{kind}")(x, codes, scales, None), x, grad)
+        wanted, size = grad.double() @ weight, grad.double().abs() @ weight.abs()
+        tiny = 2.0**-24 if dtype == torch.float16 else 0.0  # as above
+        assert ((found.double() - wanted).abs() <= torch.finfo(dtype).eps * wanted.abs() + 2e-6 * size + tiny).all()
+
+
+class Marked(Tensor):
+    """A subclass that says nothing of its memory."""
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_what_a_kernel_does_not_take_is_left_to_the_reference(kind: str) -> None:
+    """A subclass, and many at once under vmap: the same codes, scales and weights."""
+    to, back = roads(kind)[0]
+    x = weights((3, 5, 70), torch.float32, "cpu")
+    codes, scales = to(x)
+    whole = back(codes, scales, 70, torch.bfloat16)
+    for found in (to(x.as_subclass(Marked)), torch.func.vmap(to)(x)):
+        assert torch.equal(found[0].as_subclass(Tensor), codes) and torch.equal(found[1].as_subclass(Tensor), scales)
+    for given in ((codes.as_subclass(Marked), scales), (codes, scales.as_subclass(Marked))):
+        assert torch.equal(back(*given, 70, torch.bfloat16).as_subclass(Tensor), whole)
+    assert torch.equal(torch.func.vmap(lambda codes, scales: back(codes, scales, 70, torch.bfloat16))(codes, scales), whole)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_threads_change_nothing(kind: str) -> None:
     before, found = torch.get_num_threads(), []

@@ -60,6 +60,8 @@ def call(name: str, *args: Any) -> None:
         if PRETENCE.observer is not None:
             PRETENCE.observer(name, args)
         return
+    if not tensor.is_cuda:
+        torch.get_num_threads()  # in a thread that is new to torch this tells OpenMP how many: else all, whatever torch was told
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
 
 
@@ -84,6 +86,11 @@ def warn_once() -> None:
     if not _warned:
         _warned = True
         warnings.warn("modelcenter has no compiled kernels and computes with its references: `modelcenter doctor`", stacklevel=4)
+
+
+def warned(device: str) -> bool:
+    """Whether `available` has warned of having none for a device: if nothing is built, or not for this very GPU."""
+    return _C is None or (device == "cuda" and bool(_C.cuda_architectures))
 
 
 NOT = "no kernels"

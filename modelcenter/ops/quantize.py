@@ -14,8 +14,9 @@ below 2^-119 is all zeros. A group with a NaN or an infinity has that as its sca
 dequantised to fp32, or to their original dtype, quantise to the same codes and scales.
 
 A product with up to 8 rows (decoding) reads only the codes, a quarter or a half of the bytes of a bf16 weight, and rounds no
-weight. Any other product dequantises the weight into a buffer, once in the forward and once in the backward, and multiplies with
-torch's product: the extra memory is that of one weight in the dtype of the product, for as long as the product takes.
+weight; nor does its gradient, for which the weight is dequantised in fp32. Any other product dequantises the weight into a buffer,
+once in the forward and once in the backward, and multiplies with torch's product: the extra memory is that of one weight in the
+dtype of the product, for as long as the product takes.
 """
 
 import math
@@ -28,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._kernels import call, served
-from ._mode import without_autocast
-from ._op import FLOATS, Kernel, op, raw, wide
+from ._mode import transformed, without_autocast
+from ._op import FLOATS, Kernel, op, raw, unknown, wide
 from .linear import formed_in
 
 LEVELS = (
@@ -119,16 +120,21 @@ def dequantize_int8_forward(codes: Tensor, scales: Tensor, dtype: torch.dtype) -
     return out
 
 
+def taken(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the kernels take these tensors, with floats in `dtype`; what an op leaves to its reference is left to theirs."""
+    return dtype in FLOATS and served(tensors[0], dtype) and not (any(map(unknown, tensors)) or transformed())
+
+
 def quantize_nf4(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (.. cols) as codes (.. cols/2, uint8) and scales (.. cols/64, fp32), sizes rounded up."""
     x = x.detach() if x.dtype in FLOATS else x.detach().float()
-    made: tuple[Tensor, Tensor] = (quantize_nf4_forward if served(x, x.dtype) else quantize_nf4_reference)(x)
+    made: tuple[Tensor, Tensor] = (quantize_nf4_forward if taken(x.dtype, x) else quantize_nf4_reference)(x)
     return made
 
 
 def dequantize_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
     """The weights (.. cols) in `dtype`, rounded once."""
-    fast = dtype in FLOATS and served(codes, dtype)
+    fast = taken(dtype, codes, scales)
     weight: Tensor = (dequantize_nf4_forward if fast else dequantize_nf4_reference)(codes, scales, cols, dtype)
     return weight
 
@@ -136,13 +142,13 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype)
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (.. cols) as codes (.. cols, int8) and scales (.., fp32)."""
     x = x.detach() if x.dtype in FLOATS else x.detach().float()
-    made: tuple[Tensor, Tensor] = (quantize_int8_forward if served(x, x.dtype) else quantize_int8_reference)(x)
+    made: tuple[Tensor, Tensor] = (quantize_int8_forward if taken(x.dtype, x) else quantize_int8_reference)(x)
     return made
 
 
 def dequantize_int8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights (.. cols) in `dtype`, rounded once."""
-    fast = dtype in FLOATS and served(codes, dtype)
+    fast = taken(dtype, codes, scales)
     weight: Tensor = (dequantize_int8_forward if fast else dequantize_int8_reference)(codes, scales, dtype)
     return weight
 
@@ -157,7 +163,7 @@ def linear_int8_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor
 
 
 def unrounded(x: Tensor) -> torch.dtype:
-    """The dtype in which the references multiply `x`: few rows in at least fp32, as in the kernels that read the codes."""
+    """The dtype in which references and gradients multiply `x`: few rows in at least fp32, as the kernels that read codes do."""
     return torch.promote_types(x.dtype, torch.float32) if math.prod(x.shape[:-1]) <= FEW else formed_in(x)
 
 
@@ -192,12 +198,12 @@ def linear_int8_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor |
 
 @raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
 def linear_nf4_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
-    return linear(grad, dequantize_nf4_forward.direct(codes, scales, cols, formed_in(grad)).t(), None)
+    return linear(grad, dequantize_nf4_forward.direct(codes, scales, cols, unrounded(grad)).t(), None)
 
 
 @raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
 def linear_int8_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
-    return linear(grad, dequantize_int8_forward.direct(codes, scales, formed_in(grad)).t(), None)
+    return linear(grad, dequantize_int8_forward.direct(codes, scales, unrounded(grad)).t(), None)
 
 
 def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:

@@ -80,6 +80,9 @@ class Plain(Optimizer):
         for p in group["params"]:
             if p.is_complex() and p.requires_grad:
                 refuse(type(self).__name__, "params", f"{p.dtype} of shape {list(p.shape)}", "real numbers: torch.view_as_real")
+            if p.requires_grad and type(p) not in PLAIN and not hasattr(p, "to_local") and not fake(p):
+                found = f"a {type(p).__name__} of shape {list(p.shape)}, a subclass that may have no memory of its own"
+                refuse(type(self).__name__, "params", found, "torch's own Parameters, or DTensors")
         twice = shared(p for given in (*self.param_groups, group) for p in given["params"] if p.requires_grad)
         if twice is not None:
             found = f"two in the same memory, of shape {list(twice.shape)}"
@@ -91,7 +94,7 @@ class Plain(Optimizer):
         name, found = type(self).__name__, dict(group)
         for key, value in self.fixed.items():
             if group.get(key, value) != value:
-                refuse(name, key, repr(group[key]), f"{value!r}: no other is offered")
+                refuse(name, key, repr(group[key]), f"{value!r}: no other is offered, and a group without {key!r} has it")
         for key, limit in self.limits.items():
             if key in group:
                 pair = key == "betas"

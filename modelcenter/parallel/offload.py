@@ -120,7 +120,7 @@ def beside() -> ThreadPoolExecutor:
 
     def prepare() -> None:
         torch.set_flush_denormal(True)
-        torch.set_num_threads(threads - threads // 8)  # else OpenMP's default, whatever this process was told
+        torch.set_num_threads(threads - threads // 8)
 
     pool = ThreadPoolExecutor(1, "offload", initializer=prepare)
     pool.submit(torch.get_num_threads).result()
