@@ -57,6 +57,8 @@ KEYS: dict[str, type] = {  # what `--help` lists
     "average": Averaging, "tokenize": Tokenization,
 }  # fmt: skip
 
+NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "tqdm")  # pip's --no-deps leaves them out
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, 2 for bad input, 75 if another process did not come in time, 128 plus the
@@ -92,6 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `modelcenter list keys | head`
         hush()
         return 0
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED or "--debug" in argv:
+            raise
+        fits = ", the build that fits your machine" * (error.name == "torch")
+        tell(f"modelcenter: error: {message(None, error.name, 'not installed', f'pip install {error.name}{fits}')}")
+        return 2
     except OSError as error:  # a name that is too long, a folder that nobody but its owner may look into
         if error.filename is None or "--debug" in argv:
             raise

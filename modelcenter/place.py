@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .adapter.config import AdapterConfig
 from .checkpoint.load import cut_as, local
-from .errors import refuse
+from .errors import refuse, size
 from .model import Model
 from .parallel.blocks import fit_blocks
 from .parallel.check import check
@@ -79,8 +79,8 @@ def check_memory(model: Model, device: torch.device) -> None:
     have = there[1]
     need = sum(math.prod(r.stop - r.start for r in local(p)[0]) * p.itemsize for p in model.parameters())
     if need > have:
-        room, aside = f"at most {have / 1e9:,.0f} GB, the memory of {device}", " machine.offload," * (device.type != "cpu")
-        refuse(None, "model", f"{need / 1e9:,.0f} GB of weights", f"{room}: bf16, an adapter on nf4,{aside} or more ranks (fsdp)")
+        room, aside = f"at most {size(have)}, the memory of {device}", " machine.offload," * (device.type != "cpu")
+        refuse(None, "model", f"{size(need)} of weights", f"{room}: bf16, an adapter on nf4,{aside} or more ranks (fsdp)")
 
 
 def check_adapter(model: Model, adapter: AdapterConfig, machine: Machine | None) -> None:

@@ -205,8 +205,10 @@ def test_a_summary_puts_them_side_by_side() -> None:
     process = {"foreseen": foreseen, "device": "cuda"}
     assert beside(process, rows_at(9, 3000, 3000)) == [
         ("predicted", "2 s a step of full sequences, 4,000 tokens a second; measured 3,000 (-25%)"),
-        ("predicted memory", "2.00 GB; measured 2.50 (+25%)"),
+        ("predicted memory", "2.0 GB; measured 2.5 GB (+25%)"),
     ]
+    few = {"foreseen": {**foreseen, "memory_gb": 0.0021}, "device": "cuda"}
+    assert beside(few, rows_at(9))[1] == ("predicted memory", "2.1 MB; measured 2.5 GB (+118948%)")
     told = "2 s a step of full sequences, 4,000 tokens a second"
     assert beside({**process, "device": "cpu"}, rows_at(9)) == [("predicted", told)]
     assert beside({}, rows_at(9)) == [] and rate(rows_at(9, 3, 5)) == 4

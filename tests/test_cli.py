@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import modelcenter as mc
-from modelcenter.__main__ import VERBS, main
+from modelcenter.__main__ import NEEDED, VERBS, main
 from modelcenter.checkpoint.atomic import staging
 from modelcenter.cli.arguments import Answer, take_apart
 from modelcenter.cli.generate import read_prompts
@@ -178,6 +179,15 @@ def test_refused(argv: tuple[str, ...], found: str, here: Path, capsys: pytest.C
     assert sorted(p.name for p in here.iterdir()) == sorted(FILES)
 
 
+def test_a_model_without_its_key_is_named_by_that(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, key in ((here / "corpus", "data.path"), (here / "m", "model"), (here / "a", "model")):
+        folder.mkdir()
+        if key == "model":
+            (folder / ("config.json" if folder.name == "m" else "adapter_config.json")).write_text("{}")
+        assert main(["train", "finetune", folder.name, *DATA]) == 2
+        assert capsys.readouterr().err.endswith(f" without its key; {key}={folder.name}\n")
+
+
 def test_a_folder_that_is_gone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "gone").mkdir()
     os.chdir(here / "gone")
@@ -308,6 +318,25 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     said = json.loads(capsys.readouterr().out)
     assert said["python"] == ".".join(map(str, sys.version_info[:3])) and said["threads"] >= 1 and said["devices"]
     assert {"torch", "transformers", "extension", "disk_free", "hub_cache", "hub_offline"} <= set(said)
+
+
+@pytest.mark.parametrize(("lacking", "status", "said"), [
+    ("torch", 2, "modelcenter: error: torch: not installed; pip install torch, the build that fits your machine\n"),
+    ("huggingface_hub", 2, "modelcenter: error: huggingface_hub: not installed; pip install huggingface_hub\n"),
+    ("modelcenter.doctor", 1, "Traceback"),
+], ids=["torch", "hub", "ours"])
+def test_what_is_needed_and_not_installed_is_a_line(lacking: str, status: int, said: str) -> None:
+    program = f"import sys; sys.modules[{lacking!r}] = None; from modelcenter.__main__ import main; sys.exit(main(['doctor']))"
+    env = os.environ | {"PYTHONPATH": str(Path(mc.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (status, "") and done.stderr.startswith(said)
+    assert status == 1 or done.stderr == said
+
+
+def test_what_may_lack_is_what_the_package_needs() -> None:
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        asked = tomllib.load(file)["project"]["dependencies"]
+    assert {*NEEDED, "PyYAML"} == {one.partition(">")[0] for one in asked}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -479,6 +508,26 @@ def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest
         assert capsys.readouterr().out.splitlines() == found[1:]
     assert main(["generate", "out/model", "the cat", "--json"]) == 0  # nobody says how many tokens: as many as there is room for
     assert len(json.loads(capsys.readouterr().out)["ids"]) == 16
+
+
+def test_an_evaluation_and_a_plan_say_what_is_set_for_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As training does, in whose first lines it stands; ranks too, of which one speaks."""
+    (here / "a.jsonl").write_text('{"text": "the cat sat on the mat."}\n' * 60)
+    tokenizer = train_tokenizer(["the cat sat on the mat."], 270, "bpe")
+    mc.build("gpt2", config={"layers": 1, "dim": 16, "heads": 2, "positions": 16, "vocab": len(tokenizer)}).save_pretrained("m")
+    tokenizer.save("m")
+    idle = ["data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv",
+            "machine.offload: true, but on a CPU the host's memory holds everything already; leave it out"]  # fmt: skip
+    for command in (["evaluate", "m"], ["plan", "finetune", "model=m"]):
+        told = []
+        for more in ([], ["data.header=false", "machine.offload=true"]):
+            assert main([*command, "data.path=a.jsonl", "data.seq_len=16", "machine.device=cpu", *more]) == 0
+            told.append(capfd.readouterr().out.splitlines())
+        assert told[1][:2] == idle and not {*told[0]} & {*idle} and len(told[1]) >= len(told[0]) + 2
+    ranks = ["machine.device=cpu", "machine.fsdp=2", "machine.threads=1"]
+    assert main(["evaluate", "m", "data.path=a.jsonl", "data.seq_len=16", *ranks, "data.header=false"]) == 0
+    said = capfd.readouterr()
+    assert said.out.startswith("examples 32, ") and said.err.splitlines() == idle[:1]
 
 
 def test_evaluate_takes_a_preset_and_a_hub_id(here: Path, capsys: pytest.CaptureFixture[str],

@@ -22,6 +22,8 @@ import modelcenter
 from modelcenter.__main__ import main
 from modelcenter.checkpoint import download, hub, manifest
 from modelcenter.checkpoint.regular import check_inside
+from modelcenter.data.tokenizer_open import load_tokenizer
+from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.errors import LIMIT, InputError, MissingError
 
 CANARY = "hf_canaryCANARYcanary0123456789"
@@ -55,7 +57,8 @@ def lfs(file: str, body: bytes) -> dict[str, dict]:
     """What the hub lists of a large file."""
     if not file.endswith((".safetensors", ".bin")):
         return {}
-    return {"lfs": {"sha256": hashlib.sha256(body).hexdigest(), "size": len(body), "pointerSize": 130}}
+    digest = hashlib.sha256(body).hexdigest()
+    return {"lfs": {"sha256": digest, "oid": digest, "size": len(body), "pointerSize": 130}}
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             state.tokens.add(token)
             api = parts[:2] == ["api", "models"]
             parts = parts[2:] if api else parts
-            mark = "revision" if api else "resolve"
+            mark = next((m for m in ("revision", "tree") if m in parts), "revision") if api else "resolve"
             at = parts.index(mark) if mark in parts else len(parts)
             name, rest = "/".join(parts[:at]), parts[at + 1 :]
             repo = state.repos.get(name)
@@ -101,6 +104,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 return self.answer(repo.status, f'{{"error": "{token}"}}'.encode(), {**code, **loud})
             if rest and rest[0] not in ("main", repo.commit):
                 return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound", **loud})
+            if api and mark == "tree":
+                rows = [{"type": "file", "oid": "0" * 40, "size": len(b), "path": f, **lfs(f, b)} for f, b in repo.files.items()]
+                return self.answer(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
             if api:
                 blobs = "blobs" in parse_qs(url.query)
                 listing = [{"rfilename": f, **({"size": len(b), **lfs(f, b)} if blobs else {})} for f, b in repo.files.items()]
@@ -490,6 +496,55 @@ def test_variables_in_a_fresh_process(server: Hub, tmp_path: Path) -> None:
     found, said = run(**nobody)
     assert found == folder and "using the cached copy" in said
     assert "no answer from 127.0.0.1" in run(**nobody, HF_HUB_CACHE=str(tmp_path / "empty"))[0]
+
+
+def tokenizer(folder: Path) -> dict[str, bytes]:
+    """The files of one, beside those of a model that are not its."""
+    train_tokenizer(["the cat sat on the mat"] * 3, 300, "bpe").save(folder)
+    return {**here(folder), "config.json": CONFIG, "model.safetensors": b"weights", "README.md": b"#"}
+
+
+def test_a_tokenizer_comes_without_weights(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a hub id or a preset; the second time from the cache, also where there is no network."""
+    (tmp_path / "made").mkdir()
+    repo = server.repos["someone/tiny"] = Repo(tokenizer(tmp_path / "made"))
+    ids = modelcenter.load_tokenizer(tmp_path / "made").encode("the cat sat")
+    assert modelcenter.load_tokenizer("someone/tiny").encode("the cat sat") == ids
+    assert set(server.fetched) == set(repo.files) - {"model.safetensors", "README.md"}
+    server.fetched.clear()
+    assert load_tokenizer("tiny", PRESETS).encode("the cat sat") == ids and not server.fetched
+    repo.status = 503
+    assert load_tokenizer("tiny", PRESETS).encode("the cat sat") == ids
+    server.requests.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load_tokenizer("tiny", PRESETS).encode("the cat sat") == ids and not server.requests
+
+
+def test_a_tokenizer_does_not_move_a_branch_from_a_whole_copy(server: Hub, tmp_path: Path) -> None:
+    """Its weights may never come; then the copy before, with its tokenizer, is the one to use."""
+    (tmp_path / "made").mkdir()
+    repo = server.repos["someone/tiny"] = Repo(tokenizer(tmp_path / "made"))
+    first = resolve("tiny")
+    repo.commit = COMMIT[::-1]
+    repo.files["tokenizer_config.json"] = json.dumps({**json.loads(repo.files["tokenizer_config.json"]), "new": 1}).encode()
+    assert hub.fetch("tiny", ["tokenizer*"], PRESETS).name == repo.commit  # what it has by now
+    repo.status = 503
+    assert resolve("tiny") == first and hub.fetch("tiny", ["tokenizer*"], PRESETS) == first
+    repo.status = 200
+    assert resolve("tiny").name == hub.fetch("tiny", ["tokenizer*"], PRESETS).name == repo.commit
+    repo.status = 503
+    assert resolve("tiny").name == repo.commit
+
+
+def test_a_tokenizer_from_a_mirror_in_a_fresh_process(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "made").mkdir()
+    server.repos["someone/tiny"] = Repo(tokenizer(tmp_path / "made"))
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    env |= {"HF_HOME": str(tmp_path / "other"), "HF_ENDPOINT": server.url, "PYTHONPATH": str(Path(modelcenter.__file__).parents[1])}
+    program = "import modelcenter as mc; print(mc.load_tokenizer('someone/tiny').encode('the cat sat'))"
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=250, check=True)
+    assert json.loads(done.stdout) == modelcenter.load_tokenizer(tmp_path / "made").encode("the cat sat") and not done.stderr
+    assert server.tokens == {""} and "model.safetensors" not in server.fetched
 
 
 def test_few_files_come_without_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

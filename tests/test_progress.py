@@ -68,8 +68,9 @@ def test_a_log_has_plain_lines(time: Clock) -> None:
     progress.say("two\nlines")
     text = stream.getvalue()
     assert text.count("\n") == 3 and "\r" not in text and "\x1b" not in text and text.endswith("\ntwo\nlines\n")
-    parts = "step 5/10 | loss 2.5000 | lr 1.00e-03 | norm not finite | 12,346 tok/s | 1.25 GB | 0:00 left | 2 skipped\n"
+    parts = "step 5/10 | loss 2.5000 | lr 1.00e-03 | norm not finite | 12,346 tok/s | 1.2 GB | 0:00 left | 2 skipped\n"
     assert text.startswith(parts)
+    assert " | 12.3 MB | " in progress.line({**ROW, "memory_gb": 0.0123})
 
 
 def test_a_terminal_has_one_line(terminal: tuple[Any, Any], time: Clock) -> None:

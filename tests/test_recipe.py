@@ -23,6 +23,7 @@ from modelcenter.train.folder import same_recipe
 from modelcenter.train.launch import check_ranks
 from modelcenter.train.read import ALIASES, PARTIAL, load_recipe
 from modelcenter.train.recipe import Recipe
+from modelcenter.train.report import SERVICES
 
 BASE = "model: gpt2\noutput_dir: out\nmax_steps: 10\ndata: {path: a.txt}\n"
 
@@ -195,6 +196,19 @@ def test_a_choice_leaves_out_what_it_does_not_read(name: str, choice: str, found
         load_recipe(name, ["data.path=a", "model=m", choice, f"{asked}={value if '[' not in found else '[0.8, 0.9]'}"])
 
 
+def test_a_packaged_limit_of_states_belongs_to_its_save_steps(tmp_path: Path) -> None:
+    """Without these nobody has asked for the limit, and nothing is said of it; a limit that a user gives stays."""
+    none: dict[str, Any] = {"save_steps": None}
+    for more, limit in (({}, 2), ({"save_steps": 7}, 2), (none, None), ({**none, "save_total_limit": 3}, 3)):
+        assert load_recipe("finetune", {"data.path": "a", "model": "m", **more}, "overrides").save_total_limit == limit
+        said = [f"{key}={'null' if value is None else value}" for key, value in more.items()]
+        assert load_recipe("finetune", ["data.path=a", "model=m", *said]).save_total_limit == limit
+    own = write(tmp_path, f"{BASE}save_steps: 5\nsave_total_limit: 4\n")
+    assert load_recipe(own, ["save_steps=null"]).save_total_limit == 4
+    with pytest.raises(InputError, match=r"^command line: save_steps: 'never'; an integer at least 1 or null$"):
+        load_recipe("finetune", ["data.path=a", "model=m", "save_steps=never"])
+
+
 @pytest.mark.parametrize("wrong", ["schedule.name=constnt", "optimizer.lr=-1", "generation.top_k=3"])
 def test_what_is_refused_is_said_alone(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     """And not after what a choice beside it leaves out."""
@@ -357,6 +371,8 @@ def test_refused(text: str, tmp_path: Path) -> None:
         ("batch=1e3", "command line: batch: 1000.0; an integer"),
         ("optimiser.lr=1", "command line: optimiser: unknown key; did you mean 'optimizer'?"),
         ("report_to=[neptune]", "command line: report_to.0: 'neptune'; tensorboard"),
+        ("report_to=all", f"command line: report_to: 'all'; a list of {' | '.join(SERVICES)}: report_to=[tensorboard]"),
+        ("report_to=wandb,mlflow", f"command line: report_to: 'wandb,mlflow'; a list of {' | '.join(SERVICES)}: report_to=[wandb"),
         ("data.seqlen=4", "command line: data.seqlen: unknown key; did you mean 'data.seq_len'?"),
         ("metrics=[acc]", "command line: metrics: 'acc'; did you mean 'accuracy'?"),
         ("best=bleu", "command line: best: bleu with objective lm; one of loss"),

@@ -24,7 +24,7 @@ from modelcenter.data.tokenizer_train import train_tokenizer
 from modelcenter.generate.options import Options
 from modelcenter.parallel.machine import Machine
 from modelcenter.registry import families
-from modelcenter.train.read import ALIASES, PARTIAL
+from modelcenter.train.read import ALIASES, PARTIAL, PLACES
 from modelcenter.train.recipe import Recipe
 
 SIZES = {"layers": 2, "dim": 32, "heads": 2, "vocab": 50, "positions": 32}
@@ -128,6 +128,9 @@ def test_what_a_recipe_is_told_is_there() -> None:
     told = {"optim", "eval_strategy", "save_strategy", "metric_for_best_model", "torch_compile", "gradient_checkpointing"}
     told |= {"dataloader_pin_memory", "ddp_timeout", "full_determinism", "hub_token", "lr_scheduler_kwargs"}
     assert told <= theirs.RECIPE.keys() & arguments
+    known = {*theirs.RECIPE, *ALIASES, *PARTIAL, *PLACES, *(key.partition(".")[0] for key in recipe)}
+    arguments |= {f.name for f in fields(transformers.Seq2SeqTrainingArguments)}
+    assert arguments <= known | {"debug"}  # which looks into Trainer's own steps
 
 
 @pytest.mark.parametrize(("asked", "line"), [
@@ -379,11 +382,12 @@ def test_a_name_of_theirs_for_what_is_the_same(tmp_path: Path) -> None:
     (lambda: mc.Recipe(foo=2), r"^Recipe\(foo\): no such argument; known: adapter"),
     (lambda: mc.Recipe(lora_r=2), r"^Recipe\(lora_r\): no such argument; adapter.rank$"),
     (lambda: mc.train("finetune", model="gpt2"), r"^train\(model\): .*: overrides=\{'model': 'gpt2'\}$"),
+    (lambda: mc.train("finetune", overides={}), r"^train\(overides\): no such argument; did you mean 'overrides'\?$"),
     (lambda: mc.train("finetune", overrides="max_steps=1"), r"^overrides: max_steps=1: one text; a list of them, or a mapping"),
     (lambda: CharTokenizer.train(["a"]).encode("a", return_tensors="pt"), r"^encode\(return_tensors\): .*torch.tensor\(\["),
     (lambda: CharTokenizer.train(["a"]).decode([0], skip_special_tokens=False), r"^decode\(skip_special_tokens\): .*special=True$"),
 ], ids=["none", "more", "two", "typo", "no-name", "no-name-but-more", "rank", "targets", "dora", "placed", "replaced",
-        "ranks", "machine", "recipe", "lora", "train", "overrides", "tensors", "special"])  # fmt: skip
+        "ranks", "machine", "recipe", "lora", "train", "train-typo", "overrides", "tensors", "special"])  # fmt: skip
 def test_python_is_answered_as_the_command_line_is(ask: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(mc.InputError, match=line):

@@ -1513,6 +1513,13 @@ def test_a_header_of_lines_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         assert ("data.header: false, but no data are csv or tsv; " in capsys.readouterr().err) != header
 
 
+def test_offload_on_a_cpu_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not refused: a profile of GPUs is tried on a CPU, which computes the same with it."""
+    for offload in (False, True):
+        train(recipe_of(tmp_path, max_steps=1, output_dir=str(tmp_path / str(offload))), replace(MACHINE, offload=offload))
+        assert ("machine.offload: true, but on a CPU the host's memory " in capsys.readouterr().err) == offload
+
+
 def test_a_share_of_an_epoch_is_a_step_at_least(tmp_path: Path) -> None:
     assert train(recipe_of(tmp_path, num_epochs=1e-300), MACHINE).step == 1
 

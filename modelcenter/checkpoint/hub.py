@@ -7,12 +7,13 @@ HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN; its messages never reach the user, bec
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..errors import InputError, MissingError, message, refuse, refuse_missing
-from .download import CONFIGS, bar, download, pick_weights, say
+from .download import CONFIGS, PATIENCE, bar, download, pick_weights, say
 from .state import check_there
 from .strict_json import read_json
 
@@ -67,15 +68,20 @@ def resolve(name: str | os.PathLike[str], *, revision: str | None = None, local_
 
 def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> Path:
     """The folder with the files of `name` that match `patterns`; `name` is a hub id, or stands for one in `presets`. If the hub
-    cannot be reached, the files come from the cache."""
+    cannot be reached, the files come from the cache. A complete copy there stays the branch's until the weights of the next have
+    come too (`remember`)."""
     repo = presets.get(name) or name
     if name not in presets:
         _check_id(name, presets)
     _check_environment()
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
+    kept = None
+    with suppress(InputError):  # a broken copy is none
+        kept = None if constants.HF_HUB_OFFLINE else _cached(repo, None)[0]
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, tqdm_class=bar(disable=True)))
+        commit = HfApi().model_info(repo, timeout=PATIENCE).sha if kept is not None else None
+        return Path(snapshot_download(repo, revision=commit, allow_patterns=patterns, tqdm_class=bar(disable=True)))
     except Exception as error:
         if constants.HF_HUB_OFFLINE:
             how = f"unset HF_HUB_OFFLINE, or give a folder{_near(name, presets)}"
@@ -84,6 +90,8 @@ def fetch(name: str, patterns: list[str], presets: Mapping[str, str | None]) -> 
             reason = _explain(error, name, repo, None, presets)
         if reason is None:
             raise
+        if kept is not None:
+            return kept
         raise reason from None
 
 

@@ -14,7 +14,7 @@ from ..checkpoint.files import ADAPTER
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there
 from ..config import COMMAND_LINE, bind, names, packaged, says
-from ..errors import refuse, refuse_missing
+from ..errors import refuse, refuse_missing, tell
 from ..parallel.variable import variable
 from ..parallel.watch import PARENT, Watch
 from .arguments import Answer, Arguments, check_model, settings, take
@@ -154,6 +154,8 @@ def judged(recipe: "Recipe", machine: "Machine", args: Arguments) -> Answer:
         results = {key: math.nan if value is None else value for key, value in launch(recipe, machine, "evaluate").items()}
     else:
         said, results, speaks = evaluated(recipe, machine)
+        if said and speaks and PARENT in os.environ:  # whoever has started this rank reads the numbers alone
+            tell(said.rstrip("\n"))
     told = ", ".join(f"{key.removeprefix('eval_')} {f'{value:,}' if isinstance(value, int) else f'{value:.6g}'}"
                      for key, value in results.items())  # fmt: skip
     if not results["eval_targets"]:
@@ -164,8 +166,8 @@ def judged(recipe: "Recipe", machine: "Machine", args: Arguments) -> Answer:
 
 
 def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, float], bool]:
-    """Lines if texts are cut sooner than the recipe says, or labels leave a metric undefined, the results, and whether this is the
-    process that says them."""
+    """Lines if texts are cut sooner than the recipe says, settings do nothing, or labels leave a metric undefined; the results, and
+    whether this is the process that says them."""
     from ..metrics.table import check_packages
     from ..train.agree import agree
     from ..train.heap import kept
@@ -182,10 +184,10 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
         agree(recipe, machine, ranks, free=("output_dir", "model"))  # where each has put its own; what is in the model's counts
         setup = prepare(recipe, machine, device, ranks, judged=True)
         assert setup.evaluation is not None
-        said += "".join(f"{line}\n" for line in setup.evaluation.undefined())
-        tell = partial(Progress(1, silent=not ranks.first).part, "texts written")
+        said += "".join(f"{line}\n" for line in (*setup.idle, *setup.evaluation.undefined()))
+        count = partial(Progress(1, silent=not ranks.first).part, "texts written")
         with autocast(recipe.precision, device):
-            return said, setup.evaluation.size | setup.evaluation(setup.model, tell), ranks.first
+            return said, setup.evaluation.size | setup.evaluation(setup.model, count), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ def here(recipe: "Recipe", machine: "Machine") -> Answer:
             "peak": found.plan.need, "free": found.plan.free, "total": found.plan.total, "batch": found.batch, "ways": found.ways}
     if found.estimate is not None:
         data["estimate"] = found.estimate.data()
-    return Answer(f"{found.plan.table()}\n{found}", data)
+    return Answer("\n".join([*setup.idle, found.plan.table(), str(found)]), data)
 
 
 def elsewhere(recipe: "Recipe", machine: "Machine", asked: Question, bare: bool) -> Answer:

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..checkpoint.files import ADAPTER
 from ..config import COMMAND_LINE, assignments, bind, merge, override, to_dict
 from ..errors import refuse
 from ..theirs import RECIPE
@@ -25,8 +26,10 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
 
     if whole := [setting for setting in args.settings if setting.startswith("machine=")]:
         refuse(COMMAND_LINE, whole[0], "a machine is no part of a recipe", f"--machine {whole[0].partition('=')[2]}")
-    if data := [name for name in args.names[1:] if Path(name).exists()]:
-        refuse(COMMAND_LINE, data[0], "a file without its key", f"data.path={data[0]}")
+    if there := [name for name in args.names[1:] if Path(name).exists()]:
+        of_model = any((Path(there[0]) / file).is_file() for file in ("config.json", ADAPTER[0]))
+        what, key = ("a folder", "model") if of_model else ("a file", "data.path")
+        refuse(COMMAND_LINE, there[0], f"{what} without its key", f"{key}={there[0]}")
     if args.names and Path(args.names[0]).is_file() and Path(args.names[0]).suffix not in (".yaml", ".yml"):
         refuse(COMMAND_LINE, args.names[0], "a file, and no recipe", f"a recipe first, such as finetune data.path={args.names[0]}")
     known, places = ["machine", *(field.name for field in fields(Recipe))], {field.name for field in fields(Machine)}

@@ -63,8 +63,12 @@ def convert(value: Any, hint: Any, file: Source, key: str, bounds: Mapping[str, 
         if (match := _match(value, kind, file, key, bounds)) is not _NO:
             return match
     section = next((kind for kind in allowed if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
-    if isinstance(value, str) and any(get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis for kind in allowed):
-        listed = f"{key}=[{value.replace('none', '')}]"
+    lists = [get_args(kind)[0] for kind in allowed if get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis]
+    if isinstance(value, str) and lists:
+        items, choices = value.replace("none", ""), get_args(lists[0])
+        if get_origin(lists[0]) is Literal and not {*items.replace(" ", "").split(",")} <= {"", *choices}:  # report_to=all
+            items = choices[0]
+        listed = f"{key}=[{items}]"
         one = "with quotes around what begins with * or &" if value.startswith("[") else listed
         refuse(origin, key, short(value), f"{wanted(hint, bounds)}: {one}")
     one = "" if section is None else f", such as {key}.{dataclasses.fields(section)[0].name}"  # which `data=FILE` means

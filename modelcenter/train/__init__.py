@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import refuse
+from ..errors import nearest, refuse
 
 if TYPE_CHECKING:
     from ..parallel.machine import Machine
@@ -31,7 +31,9 @@ class Train(ModuleType):
         ["optimizer.lr=1e-4"]. See `modelcenter.train.loop.train`, which this is. Errors: `InputError`.
         """
         for key, value in keys.items():
-            refuse(None, f"train({key})", "no such argument", f"a key of the recipe: overrides={{{key!r}: {value!r}}}")
+            near = nearest(key, ("recipe", "machine", "overrides"))
+            wanted = near if near.startswith("did") else f"a key of the recipe: overrides={{{key!r}: {value!r}}}"
+            refuse(None, f"train({key})", "no such argument", wanted)
         from .loop import train
 
         return train(recipe, machine, overrides)

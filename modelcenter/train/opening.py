@@ -107,10 +107,10 @@ def named(recipe: Recipe, name: str) -> str:
 
 def slow_choices(recipe: Recipe, device: torch.device, samples: int, shares: int) -> list[str]:
     """What is known to be slow here, for steps of so many samples in so many shares, and what to do about it."""
-    out = []
+    out, lacking = [], device.type in ("cpu", "cuda") and not _kernels.available(device.type)
     if not _kernels.WANTED:
         out.append("MODELCENTER_KERNELS=0: the plain PyTorch operations run; unset it to use kernels")
-    elif not _kernels.available(device.type) and device.type in ("cpu", "cuda"):
+    elif lacking and not _kernels.warned(device.type):
         out.append(f"no kernels for this {device.type}: the plain PyTorch operations run; modelcenter doctor says what is missing")
     if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
         out.append("precision=bf16 on a CPU without units for it: products are computed in fp32; precision=fp32 needs no casts")

@@ -87,11 +87,13 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
         setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
         setup.environment = facts(recipe, device, ranks, setup)
-        setup.lines = opening(recipe, device, ranks, setup, ended)
+        if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
+            setup.idle.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
+        if machine.offload and device.type == "cpu":
+            setup.idle.append("machine.offload: true, but on a CPU the host's memory holds everything already; leave it out")
+        setup.lines = [*opening(recipe, device, ranks, setup, ended), *setup.idle]
         if file := held_of_one(recipe.data, held_out):
             setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
-        if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
-            setup.lines.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
         reader.wait()
     return setup
 

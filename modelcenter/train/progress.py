@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import Any, SupportsFloat, TextIO
 
-from ..errors import printable
+from ..errors import printable, size
 
 RECENT = 100  # steps whose mean is the pace
 SLOW = 2.0  # seconds after which the first step says how far it is
@@ -127,7 +127,7 @@ class Progress:
                       for v, n in ((row["loss"], 4), (row["grad_norm"], 2)))
         parts = {  # with their ranks
             f"step {step}/{self.total}": 0, f"loss {loss}": 1, f"lr {row['lr']:.2e}": 7, f"norm {norm}": 6,
-            f"{row['tokens_per_second']:,.0f} tok/s": 3, f"{row['memory_gb']:.2f} GB": 5,
+            f"{row['tokens_per_second']:,.0f} tok/s": 3, size(int(row["memory_gb"] * 1e9)): 5,
             f"{clock(self.pace.left(step))} left": 2,
         }  # fmt: skip
         if row.get("skipped"):

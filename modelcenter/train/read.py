@@ -128,9 +128,9 @@ def settle(
 ) -> tuple[dict[str, Any], Layers, list[str]]:
     """`tree`, a file's mapping, with `over`, given at `where`, applied to it, both in our spelling; which of them says what; and
     lines about what is left out.
-    The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along. A mixture is
-    one value: the sources of another are not mixed into it. Settings of the file that a choice at `where` does not use are left
-    out."""
+    The evaluation data of a packaged recipe belong to its training data: other training data do not bring them along. Likewise its
+    `save_total_limit` belongs to its `save_steps`. A mixture is one value: the sources of another are not mixed into it. Settings
+    of the file that a choice at `where` does not use are left out."""
     left: list[str] = []
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, where)
@@ -142,6 +142,8 @@ def settle(
         whole = data if isinstance(data, Whole) else {key: value for key, value in data.items() if isinstance(value, Whole)}
         replaced = {"path", "eval_path"} & whole.keys() | ({"eval_path"} if fixed and "path" in data else set())
         ours = {**ours, "data": {key: value for key, value in ours["data"].items() if key not in replaced}}
+    if fixed and "save_steps" in given and convert(given["save_steps"], int | None, where, "save_steps", {"min": 1}) is None:
+        ours.pop("save_total_limit", None)
     for section in (section for section in CHOSEN if section in ours and section in given):
         ours[section] = _used(section, ours[section], given[section], file, left)
     return merge(ours, given), Layers(file, given, where, ours if fixed else None), left

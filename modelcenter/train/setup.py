@@ -27,7 +27,7 @@ class Labels:
 
 @dataclass
 class Setup:
-    """What a run works with. `steps` is its length; `lines` tell the user about it."""
+    """What a run works with. `steps` is its length; `lines` tell the user about it, those in `idle` of settings that do nothing."""
 
     model: Model
     tokenizer: Tokenizer
@@ -37,6 +37,7 @@ class Setup:
     steps: int
     environment: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
     foreseen: dict[str, Any] | None = None  # memory and speed, if they were
 
     @property

@@ -11,7 +11,7 @@ from ..checkpoint.atomic import atomic_write
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.state import check_there
 from ..config import read_recipe
-from ..errors import counted, refuse_missing
+from ..errors import counted, refuse_missing, size
 from ..metrics.table import METRICS
 from .calibrate import rate
 from .environment import read_processes, redacted
@@ -86,7 +86,7 @@ def facts(recipe: Mapping[str, Any], process: Mapping[str, Any], rows: Sequence[
         rates = [row["tokens_per_second"] for row in logged if row["tokens_per_second"]]
         out.append(("read", f"{logged[-1]['tokens']:,} tokens in {clock(seconds(logged))} of steps, {median(rates):,.0f} a second"))
         whose = ", of the whole process" if process.get("device") == "cpu" else ""
-        out.append(("memory", f"{max(row['memory_gb'] for row in logged):.2f} GB at most{whose}"))
+        out.append(("memory", f"{size(int(max(row['memory_gb'] for row in logged) * 1e9))} at most{whose}"))
     out += beside(process, logged)
     if process:
         where = ", ".join(process.get("gpus") or []) if process.get("device") != "cpu" else counted(process["threads"], "thread")
@@ -110,7 +110,8 @@ def beside(process: Mapping[str, Any], rows: Sequence[Row]) -> list[tuple[str, s
     out = [("predicted", said)]
     if rows and process.get("device") != "cpu":
         most, wanted = max(row["memory_gb"] for row in rows), foreseen["memory_gb"]
-        out.append(("predicted memory", f"{wanted:.2f} GB; measured {most:.2f} ({most / wanted - 1:+.0%})"))
+        said = f"{size(int(wanted * 1e9))}; measured {size(int(most * 1e9))} ({most / wanted - 1:+.0%})"
+        out.append(("predicted memory", said))
     return out
 
 
