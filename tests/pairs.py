@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mesh import DEVICE, full, spawn
+from test_averaging import Silent
 from torch import Tensor
 
 import modelcenter as mc
@@ -22,9 +23,12 @@ from modelcenter.adapter.config import AdapterConfig
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.apply import join
-from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.machine import LAYOUT, Machine
 from modelcenter.parallel.ranks import ALONE, Ranks
+from modelcenter.train import step as stepping
 from modelcenter.train.evaluate import count_targets
+from modelcenter.train.graphs import GPU, WARM, Graphs
+from modelcenter.train.repeatable import repeatable
 from modelcenter.train.step import accumulate, autocast, update
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "parallel.md"
@@ -42,6 +46,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "recompute=selective": {"recompute": "selective"},
     "recompute=full": {"recompute": "full"},
     "compile": {"compile": True},
+    "cuda_graphs": {"with": {"graphs": True}},
+    "deterministic": {"deterministic": True},
     "bf16": {"with": {"precision": "bf16"}},
     "fp16": {"with": {"precision": "fp16"}},
     "accumulation": {"with": {"micro": 1}},
@@ -88,7 +94,8 @@ def machine_of(changes: dict[str, Any]) -> Machine:
 
 
 def ranks_of(pair: tuple[str, str]) -> int:
-    return machine_of((merged(pair) or ({}, {}))[0]).ranks
+    changes, _ = merged(pair) or ({}, {})
+    return machine_of({key: value for key, value in changes.items() if key in LAYOUT}).ranks
 
 
 def here(some: list[tuple[str, str]], devices: int | None = None) -> list[tuple[str, str]]:
@@ -99,13 +106,16 @@ def here(some: list[tuple[str, str]], devices: int | None = None) -> list[tuple[
 
 
 def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ranks,
-          beside: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of three steps and the weights after them."""
+          beside: dict[str, Any], steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of the steps and the weights after them."""
     precision, adapter = beside.get("precision", "fp32"), beside.get("adapter")
     exact = precision == "fp32" and (adapter is None or adapter.quantize == "none")
     model = mc.load(folder, dtype="fp64" if exact else "fp32", machine=machine, precision=precision, adapter=adapter, config=sizes)
     optimizer = build_optimizer(model.train(), OptimizerConfig(lr=1e-2, **beside.get("optimizer", {})), ranks)
     device = torch.device("cpu" if machine is None else DEVICE)
+    graphs = None
+    if machine is not None and machine.graphs and "graphs" in beside:
+        graphs = Graphs(model, Silent(model, optimizer) if DEVICE == "cpu" else GPU(device), repeats=machine.ranks == 1)
     ids = torch.randint(41, (4, 10), generator=torch.Generator().manual_seed(3)).to(device)
     rows = [ids[k : k + 1] for k in range(4)][ranks.share :: ranks.shares]
     micro = beside.get("micro", len(rows))
@@ -113,11 +123,15 @@ def train(folder: str, sizes: dict[str, Any], machine: Machine | None, ranks: Ra
     batches = [{"input_ids": part, "labels": part} for part in parts]
     (targets,) = ranks.sum(sum(count_targets(batch, "lm") for batch in batches))
     losses, scale = [], 2.0**10 if precision == "fp16" else 1.0
-    for _ in range(3):
-        loss, _ = accumulate(model, batches, "lm", partial(autocast, precision, device), scale, int(targets), ranks)
+    for _ in range(steps):
+        loss, _ = accumulate(model, batches, "lm", partial(autocast, precision, device), scale, int(targets), ranks, graphs=graphs)
         squares, loss = ranks.verdict(optimizer.squares(ranks.copies), loss)
-        update(model, optimizer, loss, 1e-2, 0.1, scale, squares)
+        update(model, optimizer, loss, 1e-2, 0.1, scale, squares, graphs=graphs)
         losses.append(float(loss))
+    if graphs is not None and machine is not None:
+        recorded = any(shapes.records for shapes in graphs.shapes.values()) and not graphs.ended
+        assert recorded == machine.records(len(batches)), "what is recorded"
+        graphs.end()  # NCCL would wait for them
     return losses, {n: full(p.detach()).double() for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -128,14 +142,16 @@ APART = 0.01  # root mean square of what a weight may be apart, which has moved 
 def verdict(folders: tuple[str, str], pair: tuple[str, str]) -> str:
     """`EQUAL`, or the text of the refusal; an AssertionError says what differs."""
     changes, beside = merged(pair) or ({}, {})
-    machine = machine_of(changes)
     which = (folders[1], WIDE) if "QLoRA" in pair else (folders[0], SIZES)
-    usual = {key: value for key, value in beside.items() if key != "micro"}
-    if (known := f"{which[1]} {usual}") not in alone:
-        alone[known] = train(*which, None, ALONE, usual)
+    usual = {key: value for key, value in beside.items() if key not in ("micro", "graphs")}
+    steps = 3 if "graphs" not in beside else WARM + 3
+    if (known := f"{which[1]} {usual} {steps}") not in alone:
+        alone[known] = train(*which, None, ALONE, usual, steps)
     wanted, weights = alone[known]
     try:
-        losses, found = train(*which, machine, join(machine), beside)
+        machine = machine_of(changes)
+        with repeatable(machine):
+            losses, found = train(*which, machine, join(machine), beside, steps)
     except mc.InputError as refusal:
         return str(refusal)
     assert not machine.compile or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, f"{pair}: nothing was compiled"
@@ -156,6 +172,7 @@ def verdict(folders: tuple[str, str], pair: tuple[str, str]) -> str:
 
 
 def work(rank: int, folders: tuple[str, str], some: list[tuple[str, str]], out: Path) -> None:
+    stepping.number_on = lambda value, device: torch.full((), value, device=device)  # type: ignore[attr-defined]  # as on a GPU
     torch.compile = partial(torch.compile, backend="aot_eager")  # type: ignore[assignment]  # inductor has tests elsewhere
     logging.getLogger("torch._logging").setLevel(logging.ERROR)  # its advice for who writes what is computed again
     said = {}
@@ -191,7 +208,9 @@ def tried(some: list[tuple[str, str]]) -> dict[str, str]:
 HEAD = """# What combines on several ranks
 
 `=`: with both, a tiny GPT has the losses and weights of one process, up to rounding. Blank: both set the same key.
-`python tests/pairs.py` writes this table; tests try every pair again with gloo, and with NCCL (on four H200s, 2026-11-28).
+`python tests/pairs.py` writes this table; tests try every pair again with gloo, and with NCCL (on four H200s, 2026-11-28; those of
+cuda_graphs and deterministic with gloo only). With gloo a stand-in records and replays in the place of CUDA graphs; with offload or
+compile nothing is recorded. async_save has no row: it copies what a save writes, and changes nothing of what ranks compute.
 
 Sizes that do not divide are refused by name: attention heads must be divisible by tensor_parallel, and the columns of QLoRA's 4-bit
 weights by 64 times the ranks that split them. One combination of three is refused: compile with recompute=full under

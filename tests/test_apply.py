@@ -145,6 +145,8 @@ QUADS: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize(("machines", "case"), [
     pytest.param(PAIRS, GPT2, id="2 ranks"),
     pytest.param({"hybrid": QUADS["hybrid"]}, GPT2, id="4 ranks"),
+    # between micro-batches the device has weights whose gradients are not summed yet, all of them parts
+    pytest.param({"host": ({"tensor_parallel": 2, "sequence_parallel": True, "offload": True, "zero": 1}, 4)}, LLAMA, id="host"),
     *(pytest.param(PAIRS, case, id=f"2 ranks, {case.kind}", marks=pytest.mark.slow) for case in CASES if case != GPT2),
     *(pytest.param(QUADS, case, id=f"4 ranks, {case.kind}", marks=pytest.mark.slow) for case in CASES),
 ])  # fmt: skip

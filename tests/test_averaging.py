@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -446,10 +447,12 @@ def test_a_step_that_others_wait_for_is_not_done_again() -> None:
     assert len(done) == 3
 
 
+SPREAD = {"layers": 1, "dim": 16, "hidden": 24, "heads": 2, "kv_heads": 2, "positions": 16, "vocab": 40}
+
+
 def spread(rank: int) -> None:
     """Where tensor and sequence parallelism make a DTensor of every parameter, which has storage only after the model is spread."""
-    sizes = {"layers": 1, "dim": 16, "hidden": 24, "heads": 2, "kv_heads": 2, "positions": 16, "vocab": 40}
-    model = mc.build("llama-2-7b", config=sizes, machine=replace(BOTH, sequence_parallel=True)).train()
+    model = mc.build("llama-2-7b", config=SPREAD, machine=replace(BOTH, sequence_parallel=True)).train()
     sent: list[int] = []
     real, averaging.send = averaging.send, lambda some, group: (sent.append(len(some)), real(some, group))[1]
     ids = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(rank // 2)).to(DEVICE)
@@ -465,3 +468,27 @@ def spread(rank: int) -> None:
 
 def test_parameters_that_get_storage_later_are_averaged() -> None:
     spawn(4, spread)
+
+
+def cast_later(rank: int, machine: Machine) -> None:
+    """Before the first forward or after a step; also a cast that changes nothing. Each time torch swaps all parameters."""
+    ids = torch.randint(40, (4, 8), generator=torch.Generator().manual_seed(3))
+    changes: list[tuple[str, Callable[[Any], Any]]] = [("fp64", lambda model: model.to(model.device)), ("fp32", nn.Module.double)]
+    for (dtype, change), early in product(changes, (True, False)):
+        grads = []
+        for where in (None, machine):
+            model = mc.build("llama-2-7b", config=SPREAD, dtype=dtype, seed=3, machine=where).train()
+            mine = (ids if where is None else ids.chunk(machine.shares)[rank // 2]).to(model.device)
+            if not early:
+                model(mine, labels=mine).loss.backward()
+                model.zero_grad()
+            change(model)(mine, labels=mine).loss.backward()
+            assert not any(place.is_partial() for p in model.parameters() for place in getattr(p.grad, "placements", ()))
+            grads.append({name: full(p.grad) for name, p in model.named_parameters()})
+        for name, wanted in grads[0].items():
+            torch.testing.assert_close(grads[1][name], wanted, rtol=1e-10, atol=1e-12, msg=f"{dtype}, {early}: {name}")
+
+
+@pytest.mark.parametrize("machine", [SEQUENCES, replace(BOTH, sequence_parallel=True)], ids=["sequences", "copies"])
+def test_a_model_that_is_cast_after_it_was_spread_has_means_and_sums(machine: Machine) -> None:
+    spawn(machine.ranks, cast_later, machine)

@@ -37,6 +37,24 @@ def test_between_layers_ranks_have_parts() -> None:
     spawn(2, parts)
 
 
+def heard(rank: int) -> None:
+    """A hook of one's own on a norm's weight, from before the first forward."""
+    model = model_of(FEW[0], machine_of(**SPREAD))
+    norms: dict[str, Any] = {name: p for name, p in model.named_parameters() if "norm" in name and hasattr(p, "placements")}
+    seen: list[Any] = []
+    for p in norms.values():
+        p.register_hook(seen.append)
+    ids = torch.arange(16).view(2, 8) + 2
+    model(ids, labels=ids).loss.backward()
+    assert len(seen) == len(norms) > 0, f"{len(seen)} of {len(norms)}"
+    for name, p in norms.items():
+        assert not any(place.is_partial() for place in p.grad.placements), name
+
+
+def test_norms_gradients_are_sums_beside_hooks_of_ones_own() -> None:
+    spawn(2, heard)
+
+
 def whole(rank: int) -> None:
     join(machine_of(**SPREAD))
     for case in FEW:

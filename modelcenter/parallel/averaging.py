@@ -73,10 +73,11 @@ class Averaging:
         """Find out which parameters are trained now."""
         self.forget()  # of a backward that has failed
         model = self.model()
-        # one without storage is not computed with, and a DTensor that gets it then never calls a hook of before
-        trained = [p for p in model.parameters() if p.requires_grad and not p.is_meta] if model is not None else []
+        trained: list[Any] = [p for p in model.parameters() if p.requires_grad] if model is not None else []
         if len(trained) != len(self.hooks) or not all(p in self.hooks for p in trained):
             self.take(trained)
+        for p in trained:  # torch swaps what is below a DTensor that is cast or moved, and then calls no hook of before
+            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
     def take(self, trained: Sequence[Tensor]) -> None:
         self.idle, self.buckets = set(), buckets_of(trained)

@@ -51,8 +51,9 @@ class Aside:
     def take(self) -> None:
         """Take the gradients that a micro-batch has left, and have them added to the earlier ones."""
         model = self.model()
-        now = list(model.parameters()) if model is not None else []
-        if all(hasattr(p, "placements") for p in now):  # where zero=2 keeps weights on the device, FSDP shows these in their place
+        now: list[Any] = list(model.parameters()) if model is not None else []
+        # where zero=1 and 2 keep weights on the device, FSDP shows these in their place, of which tensor parallelism has parts
+        if all(hasattr(p, "placements") and "fsdp" in p.device_mesh.mesh_dim_names for p in now):
             self.kept = now
         left = [(p, p.grad) for p in self.kept if p.grad is not None]
         for p, _ in left:

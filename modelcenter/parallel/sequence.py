@@ -32,8 +32,9 @@ def sequence_parallel(model: nn.Module, mesh: "DeviceMesh") -> None:
 
     def spread(stack: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         for parameter in replicated(stack):
-            if parameter.requires_grad and not parameter._backward_hooks:
+            if parameter.requires_grad and summed not in (parameter._backward_hooks or {}).values():
                 parameter.register_hook(summed)
+            parameter._backward_hooks = parameter._backward_hooks  # which torch does not call after a cast (averaging.py: watch)
         x, *rest = args
         return cut(DTensor.from_local(x, mesh, whole, run_check=False)), *rest
 
