@@ -77,7 +77,8 @@ MACHINES: tuple[dict[str, Any], ...] = (
     {"tensor_parallel": 2, "sequence_parallel": True}, {"fsdp": 2, "tensor_parallel": 2}, {"fsdp": 2, "replicate": 2},
     {"fsdp": 2, "offload": True}, {"tensor_parallel": 2, "offload": True}, {"replicate": 2, "offload": True, "zero": 2},
     {"fsdp": 2, "recompute": "full", "async_save": True}, {"tensor_parallel": 2, "recompute": "selective"}, {"replicate": 3},
-    {"replicate": 2, "tensor_parallel": 2}, {"replicate": 2, "recompute": "full", "async_save": True},
+    {"replicate": 2, "tensor_parallel": 2}, {"replicate": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    {"replicate": 2, "recompute": "full", "async_save": True},
 )  # fmt: skip
 CPU = Machine(device="cpu", threads=1)
 ALONE = {"cpu": CPU, "cuda": Machine(device="cuda", threads=1, deterministic=True)}  # else a GPU's bits differ
@@ -131,6 +132,7 @@ def draw(rng: random.Random, zoo: Path, here: Path) -> Recipe:
         recipe = replace(recipe, model=str(zoo / rng.choice(list(BODIES)) / preset))
     if rng.random() < 0.8:
         recipe = replace(recipe, config=recipe.config | dict.fromkeys(rates(recipe.model), 0.0))
+        recipe = replace(recipe, adapter=replace(recipe.adapter, dropout=0.0))
     if recipe.precision == "auto":  # which a CPU and a GPU resolve to different ones
         recipe = replace(recipe, precision="fp32")
     return replace(recipe, max_steps=STEPS, save_steps=MIDDLE, logging_steps=1, seed=rng.randint(0, 99), output_dir=str(here / "a"))
@@ -190,7 +192,7 @@ def try_one(number: int, seed: int, share: float, alone: Machine, zoo: Path, her
         again = weights(folder)
         assert logged(folder) == first and again.keys() == made.keys(), "resumed: other losses or names"
         assert all(torch.equal(again[name], made[name]) for name in made), "resumed: other weights"
-    still = all(recipe.config.get(key) == 0.0 for key in rates(recipe.model))
+    still = all(recipe.config.get(key) == 0.0 for key in rates(recipe.model)) and recipe.adapter.dropout == 0.0
     together = find_objective(recipe.objective).together  # its texts are compared with those of their forward
     other, machine, then, how = replace(recipe, output_dir=str(here / "b")), alone, None, "recompute"
     if still and alone is CPU and rng.random() < share and not (together and (recipe.batch_tokens or recipe.micro_batch)):
