@@ -211,9 +211,10 @@ budgets = {"lengths": st.lists(st.integers(1, 30), min_size=1, max_size=40), "mo
            "forward": st.integers(1, 60)}  # fmt: skip
 
 
-@given(**budgets, world=st.sampled_from([1, 2, 4]), padded=st.booleans(), start=st.integers(0, 70), kind=st.integers(0, 2))
+@given(**budgets, world=st.sampled_from([1, 2, 4]), padded=st.booleans(), start=st.integers(0, 70), kind=st.integers(0, 2),
+       counted=st.booleans())
 def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, forward: int, world: int, padded: bool,
-                                               start: int, kind: int) -> None:
+                                               start: int, kind: int, counted: bool) -> None:
     examples, half = Ragged(lengths), len(lengths) // 2
 
     def loader_of(rank: int, world: int) -> Loader:
@@ -222,7 +223,8 @@ def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, fo
             order = Grouped(examples.lengths, 1, 3)
         if kind == 2 and half:
             order = Blended([half, len(lengths) - half], [1, 2.5], 1, True)
-        return Loader(examples, examples.collate, 4, 1, rank, world, order=order, budget=Budget(most, forward, padded))
+        budget = Budget(most if counted else None, forward, padded)
+        return Loader(examples, examples.collate, 4, 1, rank, world, order=order, budget=budget)
 
     def taken(sizes: list[int]) -> int:
         return len(sizes) * max(sizes) if padded else sum(sizes)
@@ -236,14 +238,19 @@ def test_a_budget_of_tokens_whatever_the_ranks(lengths: list[int], most: int, fo
         wanted = [loader.index(p) for p in range(position, after)]
         assert [s for _, pieces in step for piece in pieces for s in real(piece)] == wanted, "ranks share one order"
         sizes = [lengths[index] for _, index in wanted]
-        assert sum(sizes) <= most or len(sizes) == 1
-        assert sum(sizes) + loader.length(after) > most, "another would have fitted"
+        assert len(sizes) == 4 if not counted else sum(sizes) <= most or len(sizes) == 1
+        assert not counted or sum(sizes) + loader.length(after) > most, "another would have fitted"
         for _, pieces in step:
             for piece in pieces:
                 own = [lengths[index] for _, index in real(piece)]
                 assert len(own) <= 1 or taken(own) <= forward
-            for own, behind in pairwise([[lengths[index] for _, index in real(piece)] for piece in pieces]):
-                assert not behind or taken([*own, behind[0]]) > forward, "another would have fitted into this forward"
+            held = [[lengths[index] for _, index in real(piece)] for piece in pieces if real(piece)]
+            for own, behind in pairwise(held) if padded else ():
+                assert taken([*own, behind[0]]) > forward, "another would have fitted into this forward"
+            if not padded and held:
+                sums, longest = [sum(own) for own in held], max(map(max, held))
+                assert max(sums) - min(sums) <= 2 * longest, "forwards are about equal"
+                assert len(held) == 1 or sum(sums) > forward, "one forward would have done"
         position = after
     if world == 1:
         middle = ranks[0][2][0]

@@ -259,3 +259,8 @@ def test_rows_wait_in_a_file(rows: list[list[int]], held: int) -> None:
         patch.setattr("os.preadv", lambda fd, buffers, at: read(fd, [buffers[0][:6]], at))
         assert found.flat(0, len(flat)).tolist() == flat
     assert found.__getstate__()["held"].tolist() == flat
+
+
+@pytest.mark.parametrize(("lengths", "much"), [([10] * 9, False), ([9, 10, 10], False), ([9, 9, 10], True), ([1, 2, 30], True)])
+def test_padding_is_much_where_a_sixteenth_of_rows_of_the_longest_is(lengths: list[int], much: bool) -> None:
+    assert packing.much_padding(SimpleNamespace(lengths=np.array(lengths))) is much  # type: ignore[arg-type]

@@ -95,6 +95,7 @@ CASES = {
     "blocks": Case("lm", "gpt2", "CausalLM", GPT, "lm"),
     "rows": Case("rows", "gpt2", "CausalLM", GPT, "lm", ROWS),
     "unpadded": Case("rows", "gpt2", "CausalLM", GPT, "lm", {**ROWS, "data.padding_free": True}),
+    "padded": Case("rows", "gpt2", "CausalLM", GPT, "lm", {**ROWS, "data.padding_free": False}),
     "smoothed": Case("rows", "gpt2", "CausalLM", GPT, "lm", {**ROWS, "loss.label_smoothing": 0.2}),
     "packed": Case("lm", "gpt2", "CausalLM", GPT, "lm", {"data.packing": True, "batch": 4}),
     "mlm": Case("mlm", BASE, "MaskedLM", BERT, "mlm"),

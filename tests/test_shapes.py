@@ -97,6 +97,7 @@ def test_a_packed_batch_is_of_few_shapes() -> None:
 def test_no_filling_is_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many short sequences: more tokens are missing than the longest may have, so several fill up."""
     monkeypatch.setattr(shapes, "LONGEST", (8, 8))
+    monkeypatch.setattr(shapes, "TOKENS", (64, 8))
     batch = filled(gpt(), pack([[7] * 5] * 9))  # 45 tokens, 64 wanted
     assert batch["max_length_q"] == 8 and batch["cu_seq_lens_q"].tolist() == [*range(0, 46, 5), 53, 61, *[64] * 5]
 
@@ -104,7 +105,7 @@ def test_no_filling_is_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_counted_is_the_loaders() -> None:
     """Tokens that only fill up are none of a run's."""
     batch = ready(gpt(), pack([[7] * 5] * 9), "lm", torch.device("cpu"), fill=True)
-    assert (batch["input_ids"].numel(), batch.tokens, batch.targets) == (64, 45, 44)
+    assert (batch["input_ids"].numel(), batch.tokens, batch.targets) == (256, 45, 44)
 
 
 def test_vectors_that_are_compared_get_no_others() -> None:

@@ -82,7 +82,10 @@ class DataConfig:
     packing: bool = field(
         default=False, metadata=says("fill rows of seq_len with whole sequences, none attending to another; no blocks (lm, mlm)")
     )
-    padding_free: bool = field(default=False, metadata=says("put the sequences of a batch side by side instead of padding them"))
+    padding_free: bool | None = field(
+        default=None,
+        metadata=says("put the sequences of a batch side by side instead of padding them; null: where padding would be much"),
+    )
     mlm_probability: float = field(default=0.15, metadata=says("the share of tokens to predict (mlm, span)", above=0, max=1))
     whole_words: bool = field(default=False, metadata=says("predict all tokens of a word, or none (mlm)"))
     fim_rate: float = field(default=0.5, metadata=says("share of documents whose middle moves to the end (fim)", min=0, max=1))

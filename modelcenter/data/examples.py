@@ -13,6 +13,7 @@ class Examples(Protocol):
     """Examples by number; one depends on (epoch, index) alone."""
 
     lengths: NDArray[np.int64]  # tokens of every example
+    padded: bool = True  # whether the shorter examples of a batch are filled up
 
     def __len__(self) -> int: ...
 

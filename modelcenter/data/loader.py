@@ -7,7 +7,8 @@ a batch is a range of positions, however many ranks or micro-batches share it, a
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..ops.cross_entropy import ignored
 from .collate import Batch
-from .examples import Examples
+from .examples import Examples, Packable
 from .order import Order, Shuffled, Straight
 
 MOST = 2**20  # samples of a step: its micro-batches are all made before the first is computed
@@ -29,12 +30,17 @@ class Chain(Examples):
     """The examples of several sources of one kind, one source after the other."""
 
     def __init__(self, sources: Sequence[Examples]) -> None:
-        self.sources = sources
+        self.sources, self.padded = sources, sources[0].padded
         self.ends = np.cumsum([len(source) for source in sources])
         self.lengths = np.concatenate([source.lengths for source in sources])
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @cached_property
+    def size(self) -> int:
+        """The most tokens that an example may have, if the sources can be packed."""
+        return max(cast(Packable, source).size for source in self.sources)
 
     def at(self, epoch: int, index: int) -> Any:
         return self.several([(epoch, index)])[0]
@@ -55,16 +61,26 @@ class Chain(Examples):
     def collate(self, examples: list[Any]) -> Batch:
         return self.sources[0].collate(examples)
 
+    def pack(self, examples: list[Any]) -> Batch:
+        """One row of them, if the sources can be packed."""
+        return cast(Packable, self.sources[0]).pack(examples)
+
 
 @dataclass(frozen=True)
 class Budget:
-    """Batches counted in tokens instead of samples: as many samples as fit into `batch` tokens, with at most `forward` tokens per
-    forward. Padding counts in a forward, if samples are `padded`. A single sample may exceed both. Without `forward` a rank's share
-    of a batch is one forward, whatever padding adds."""
+    """Batches counted in tokens instead of samples: as many samples as fit into `batch` tokens (absent: as many samples as the
+    loader says), with at most `forward` tokens per forward. Padding counts in a forward, if samples are `padded`; otherwise
+    forwards are about equal. A single sample may exceed both. Without `forward` a rank's share of a batch is one forward, whatever
+    padding adds."""
 
-    batch: int
+    batch: int | None
     forward: int | None
     padded: bool = True
+
+    @property
+    def even(self) -> bool:
+        """Whether forwards are about equal, and not of so many samples."""
+        return self.forward is not None and not self.padded
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class Loader:
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world or (self.budget is None and self.batch < self.world):
+        if not 0 <= self.rank < self.world or (not self.by_tokens and self.batch < self.world):
             raise ValueError(f"rank {self.rank} of {self.world} cannot share batches of {self.batch} samples")
         if not len(self.examples):
             raise ValueError("a loader needs at least one example")
@@ -95,6 +111,11 @@ class Loader:
     def __len__(self) -> int:
         """Samples of one epoch."""
         return len(self.examples)
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether a batch is as many samples as fit into so many tokens."""
+        return self.budget is not None and self.budget.batch is not None
 
     @cached_property
     def places(self) -> Order:
@@ -114,7 +135,7 @@ class Loader:
 
     def end(self, start: int) -> int:
         """Where the batch that begins at `start` ends."""
-        if self.budget is None:
+        if self.budget is None or self.budget.batch is None:
             return start + self.batch
         stop, tokens = start, 0
         while stop - start < MOST:
@@ -126,7 +147,7 @@ class Loader:
 
     def count(self, limit: int, most: int | None = None) -> int:
         """Steps from the beginning until `limit` samples are read; at most `most`, beyond which the caller does not look."""
-        if self.budget is None:
+        if not self.by_tokens:
             return -(-limit // self.batch)
         steps = start = 0
         while start < limit and (most is None or steps < most):
@@ -143,17 +164,11 @@ class Loader:
     def cuts(self, positions: range) -> list[range]:
         """The micro-batches of a share, by the tokens of a forward; a share without samples gives one empty micro-batch."""
         assert self.budget is not None
-        if self.budget.forward is None:
+        lengths = np.array([self.length(position) for position in positions], np.int64)
+        if self.budget.forward is None or not len(lengths):
             return [positions]
-        found, first, longest, total = [], positions.start, 0, 0
-        for position in positions:
-            length = self.length(position)
-            longest, total = max(longest, length), total + length
-            size = longest * (position + 1 - first) if self.budget.padded else total
-            if size > self.budget.forward and position > first:
-                found.append(range(first, position))
-                first, longest, total = position, length, length
-        return [*found, range(first, positions.stop)]
+        ends = (even if self.budget.even else filled)(lengths, self.budget.forward)
+        return [positions[start:stop] for start, stop in pairwise([0, *ends])]
 
     def steps(self, start: int = 0, limit: int | None = None, micro_batch: int | None = None
               ) -> Iterator[tuple[int, list[Batch]]]:
@@ -164,7 +179,7 @@ class Loader:
         while limit is None or start < limit:
             stop = self.end(start) if limit is None else min(self.end(start), limit)
             mine, most = self.share(start, stop), -(-(stop - start) // self.world)
-            if self.budget is not None and micro_batch is None:
+            if self.budget is not None and (micro_batch is None or self.budget.even):
                 every = [self.cuts(self.share(start, stop, rank)) for rank in range(self.world)]
                 cuts = every[self.rank] + [range(0)] * (max(map(len, every)) - len(every[self.rank]))
             else:
@@ -189,3 +204,26 @@ class Loader:
         rounds = -(-len(self) // (self.world * size))
         cuts = (range(len(self))[k * size : (k + 1) * size] for k in range(self.rank, rounds * self.world, self.world))
         return (plain.gather(cut) if cut else plain.blank(0) for cut in cuts)
+
+
+def filled(lengths: NDArray[np.int64], most: int) -> list[int]:
+    """Where micro-batches end that have at most `most` tokens with their padding, each as large as may be."""
+    ends, first, longest = list[int](), 0, 0
+    for k, length in enumerate(lengths.tolist()):
+        if (longest := max(longest, length)) * (k + 1 - first) > most and k > first:
+            ends.append(k)
+            first, longest = k, length
+    return [*ends, len(lengths)]
+
+
+def even(lengths: NDArray[np.int64], most: int) -> list[int]:
+    """Where micro-batches end that have at most `most` tokens without padding: as few as may be, of about as many tokens each, so
+    that they are of few shapes."""
+    stops = lengths.cumsum()
+    many = -(-stops[-1] // most)
+    while True:
+        of = ((2 * stops - lengths) * many - 1) // (2 * stops[-1])  # by the middle of each sample
+        ends = np.flatnonzero(np.diff(of, append=many)) + 1
+        if all((np.diff(stops[ends - 1], prepend=0) <= most) | (np.diff(ends, prepend=0) == 1)):
+            return ends.tolist()
+        many += 1

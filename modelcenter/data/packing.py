@@ -20,13 +20,16 @@ from .ragged import Ragged
 
 WINDOW = 1 << 20  # sequences that are packed at a time: two seconds, and a bound on the memory
 FULL = 0.99  # of the bins: what is wanted
+MUCH = 1 / 16  # of rows as long as the longest: with less padding rows are as quick, and have one shape
 
 
 class Unpadded(Examples):
     """The same examples, their batches without padding."""
 
+    padded = False
+
     def __init__(self, examples: Packable) -> None:
-        self.examples, self.lengths = examples, examples.lengths
+        self.examples, self.lengths, self.size = examples, examples.lengths, examples.size
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -42,12 +45,19 @@ class Unpadded(Examples):
         return self.examples.pack(examples)
 
 
+def much_padding(examples: Examples) -> bool:
+    """Whether more than MUCH of batches would be padding, if all examples were as long as the longest."""
+    return bool(examples.lengths.mean() < (1 - MUCH) * examples.lengths.max())
+
+
 class Packed(Examples):
     """Bins of examples that have at most `examples.size` tokens together."""
 
+    padded = False
+
     def __init__(self, examples: Packable) -> None:
         lengths = examples.lengths
-        self.examples, self.bins = examples, Ragged()
+        self.examples, self.size, self.bins = examples, examples.size, Ragged()
         for start in range(0, len(lengths), WINDOW):
             beat()
             for found in fill(lengths[start : start + WINDOW].tolist(), examples.size):

@@ -99,12 +99,12 @@ def reads(data: Path, folder: Path) -> bool:
 
 def same_recipe(file: Path, recipe: Recipe, wanted: str = "the same recipe, or another output_dir") -> None:
     """Refuse if the recipe in `file` gives another result than `recipe`, and name the first key that differs."""
-    free = {*WATCHING, *(STEPS if recipe.schedule.timeless else ())}
+    free = {*WATCHING, "data.padding_free", *(STEPS if recipe.schedule.timeless else ())}
     if not find_objective(recipe.objective).together:
         free.add("micro_batch")
     theirs, ours = flat(to_dict(recipe_of(file))), flat(to_dict(recipe))
     for key in ours | theirs:
-        if key.partition(".")[0] not in free and ours.get(key) != theirs.get(key):
+        if not {key, key.partition(".")[0]} & free and ours.get(key) != theirs.get(key):
             if key in ("data.path", "data.eval_path") and elsewhere(file.parent, theirs.get(key), ours.get(key), recipe):
                 continue
             found = f"{theirs.get(key)!r} there, {ours.get(key)!r} here"

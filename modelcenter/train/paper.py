@@ -32,7 +32,7 @@ from .fit import as_a_rank, beside, job_of, keeper, ranks_here, share, widest
 from .launch import check_ranks
 from .prepare import prepare, restrict
 from .recipe import Recipe
-from .resolve import automatic_precision, check_length, most_of, resolve, sizes_of
+from .resolve import automatic_precision, check_length, may_pack, most_of, resolve, sizes_of
 from .step import autocast
 
 MASKED = 0.15  # of the tokens are targets, in masked language modelling
@@ -116,6 +116,8 @@ def job_there(recipe: Recipe, machine: Machine, device: torch.device, gpu: bool)
     kind: Any = device.type
     machine = replace(machine, sequence_parallel=False)  # which is for layouts that cut tensors, and this one has one rank
     recipe, _ = resolve(recipe, replace(machine, device=kind))
+    if gpu and not may_pack(recipe, gpu):  # which the rehearsal is not on
+        recipe = replace(recipe, data=replace(recipe.data, padding_free=bool(recipe.data.padding_free)))
     setup = prepare(recipe, machine, device, meta=True)
     return job_of(recipe, device, setup, partial(autocast, recipe.precision, device), machine, gpu)
 

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,11 +23,12 @@ from ..checkpoint.config import read_labels
 from ..checkpoint.files import read_config
 from ..checkpoint.match import LoadReport
 from ..create import build, load
-from ..data.examples import Examples
+from ..data.examples import Examples, Packable
 from ..data.indexed import Tokens
 from ..data.loader import Budget, Chain, Loader
 from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
+from ..data.packing import Unpadded, much_padding
 from ..data.read import has_tables, held_of_one, read_split
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
@@ -48,7 +49,7 @@ from .evaluate import Evaluation, stream_bytes
 from .launch import follow
 from .opening import opening
 from .recipe import Recipe
-from .resolve import check_length, forward_tokens, most_of
+from .resolve import check_length, forward_tokens, may_pack, most_of
 from .setup import Labels, Setup, segmented
 
 
@@ -260,8 +261,11 @@ class Prepared:
         if not train:
             many = (recipe.micro_batch or most_of(recipe, device)) * ranks.shares
             return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
-        return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle,
-                      order_of(recipe, records, examples), budget_of(recipe, device))
+        order = order_of(recipe, records, examples)
+        if may_pack(recipe, device.type == "cuda") and not self.model.prefixed and examples.padded and much_padding(examples):
+            examples = Unpadded(cast(Packable, examples))
+        return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle, order,
+                      budget_of(recipe, device, examples))
 
     def evaluation(self, records: Part) -> Evaluation:
         """The evaluation that the recipe asks for, on `records`. What it draws follows from the recipe's seed, so that all ranks
@@ -297,13 +301,13 @@ def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
     return Grouped(examples.lengths, recipe.seed, max(1, batch))
 
 
-def budget_of(recipe: Recipe, device: torch.device) -> Budget | None:
-    """The tokens of a step and of a forward, if the recipe counts in tokens."""
-    padded = not (recipe.data.packing or recipe.data.padding_free)
-    if recipe.batch_tokens is None:
+def budget_of(recipe: Recipe, device: torch.device, examples: Examples) -> Budget | None:
+    """The tokens of a step and of a forward, where they are counted: if the recipe says so, or batches have no padding."""
+    together, micro = find_objective(recipe.objective).together, recipe.micro_batch
+    if recipe.batch_tokens is None and (examples.padded or recipe.data.packing or together):
         return None
-    together = find_objective(recipe.objective).together
-    return Budget(recipe.batch_tokens, None if together else forward_tokens(device), padded)
+    most = forward_tokens(device) if micro is None or examples.padded else micro * cast(Packable, examples).size
+    return Budget(recipe.batch_tokens, None if together else most, examples.padded)
 
 
 def end_at(model: Model, tokenizer: Tokenizer, ends: Sequence[int]) -> list[int]:

@@ -60,7 +60,9 @@ class Recipe:
     batch_tokens: int | None = field(
         default=None, metadata=says("instead of `batch`: as many sequences as fit into this many tokens, a longer one alone", min=1)
     )
-    micro_batch: int | None = field(default=None, metadata=says("sequences of one forward; null: derived", min=1))
+    micro_batch: int | None = field(
+        default=None, metadata=says("sequences of one forward, or unpadded as many tokens; null: derived", min=1)
+    )
     precision: Literal["auto", "bf16", "fp16", "fp32"] = field(
         default="auto",
         metadata=says("of the computation; auto: bf16 where the device is fast at it, fp16 on older GPUs, else fp32"),

@@ -92,6 +92,14 @@ def automatic_precision(device: torch.device, width: int | None = None) -> Liter
     return "bf16" if able() else "fp32"
 
 
+def may_pack(recipe: Recipe, gpu: bool) -> bool:
+    """Whether batches may come without padding where the recipe leaves that open. Not with a loss that computes each row twice; nor
+    on a GPU where only padded ones are filled up to shapes that recur (shapes.py): without these there are no CUDA graphs."""
+    objective = find_objective(recipe.objective)
+    recur = recipe.precision != "fp32" and not objective.together
+    return recipe.data.padding_free is None and objective.packs and not recipe.loss.r_drop and (recur or not gpu)
+
+
 def forward_tokens(device: torch.device, width: int | None = None) -> int:
     """The maximum number of tokens per forward for a model of that width, if a recipe does not give the number of sequences."""
     if device.type == "cpu":
