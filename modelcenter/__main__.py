@@ -20,6 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .errors import LIMIT, InputError, message, nearest, printable, refuse, tell
+
+try:
+    import yaml  # noqa: F401  # by what is imported below, before `main` could say that it is missing
+except ModuleNotFoundError:
+    tell(f"modelcenter: error: {message(None, 'PyYAML', 'not installed', 'pip install PyYAML')}")
+    sys.exit(2)
+
 from .cli.arguments import Answer, Arguments, take_apart
 from .cli.catalog import copy, list_
 from .cli.convert import Averaging, Conversion, Merger, average, convert, merge
@@ -32,7 +40,6 @@ from .cli.tokenize import tokenize
 from .cli.train import train
 from .config import COMMAND_LINE, describe, names, packaged
 from .data.config import Tokenization
-from .errors import LIMIT, InputError, message, nearest, printable, refuse, tell
 from .parallel.watch import ANSWER
 from .train.cluster import Job
 from .train.interrupt import Interrupt

@@ -83,6 +83,8 @@ def extension() -> tuple[Any, str, list[str]]:
     there = shutil.which(compiler) or (None if asked else shutil.which("c++"))
     missing = "unset CXX, which names one that is not there" if asked else "install a C++ compiler"
     advice = [f"kernels: {AGAIN}" if there else f"kernels: {missing} ({compiler} is not on the PATH), then {AGAIN}"]
+    if said := _kernels.cut():
+        return None, f"does not load: {said}: references only", advice
     try:
         other = importlib.import_module("modelcenter._C")
     except ModuleNotFoundError:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch._dynamo  # here once, and not in each rank
+from huggingface_hub import constants
 from mesh import spawn
 from test_ranks import machine_of, run_of
 
@@ -18,6 +20,7 @@ from modelcenter.cli.evaluate import evaluated
 from modelcenter.parallel.apply import join
 from modelcenter.train import agree, loop, prepare
 from modelcenter.train.agree import difference, facts
+from modelcenter.train.loop import train
 
 
 def seen(rank: int, recipe: Any, cases: dict[str, Any]) -> None:
@@ -157,3 +160,66 @@ def test_another_reader_of_the_data_is_found(package: str, tmp_path: Path, monke
     before, known = facts(recipe, machine), agree.versions()
     monkeypatch.setattr(agree, "versions", lambda: known | {package: "0.1"})
     assert difference([before, facts(recipe, machine)]) == (package, f"{known[package]!r} on rank 0 and '0.1' on rank 1")
+
+
+def published(folder: Path, commit: str, files: Path) -> None:
+    """The hub's cache in `folder`, whose branch of a model is that commit: what is in `files`."""
+    repo = folder / "models--someone--tiny"
+    shutil.copytree(files, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+
+
+def apart(rank: int, recipe: Any, folder: Path, work: Any, found: str) -> None:
+    """Each rank is on a machine with a cache of its own, and offline."""
+    loop.plot_loss = lambda folder: "not drawn"
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(folder / str(rank)), True
+    with pytest.raises(mc.InputError, match=f"{found} on rank 0 and .* on rank 1; the same for every rank"):
+        work(recipe if work is loop.train else replace(recipe, output_dir=f"{recipe.output_dir}{rank}"), machine_of((2, 1)))
+
+
+@pytest.mark.parametrize(("work", "adapts", "key"), [
+    (loop.train, False, "tokenizer"), (evaluated, False, "tokenizer"), (loop.train, True, "base"),
+], ids=["train", "evaluate", "adapter"])  # fmt: skip
+def test_a_cache_that_holds_another_commit_is_found(work: Any, adapts: bool, key: str, tmp_path: Path) -> None:
+    """The files have the sizes that they have on the other machine. An adapter in a shared folder names a base, which is cached."""
+    recipe = run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=None)
+    train(recipe)
+    files, commits = tmp_path / "out" / "model", ["a" * 40, "b" * 40]
+    for rank, commit in enumerate(commits):
+        published(tmp_path / str(rank), commit, files)
+    name = "someone/tiny"
+    if adapts:
+        model = mc.load(files, adapter=mc.AdapterConfig(name="lora", rank=2))
+        model.source = name
+        model.save_pretrained(tmp_path / "adapter")
+        for file in files.glob("tok*"):
+            shutil.copy(file, tmp_path / "adapter")
+        name = str(tmp_path / "adapter")
+    recipe = replace(recipe, model=name, init="pretrained", config={}, tokenizer=None, output_dir=str(tmp_path / "next"))
+    spawn(2, apart, recipe, tmp_path, work, f"{key}: commit: '{commits[0]}'")
+    assert not list(tmp_path.glob("next/step-*"))
+
+
+def copied(rank: int, recipe: Any, folder: Path) -> None:
+    """Each rank's machine has a copy of the state at that path; that of rank 1 is of another run."""
+    loop.plot_loss = lambda folder: "not drawn"
+    real = agree.read_manifest, agree.sha256_of
+    agree.sha256_of = lambda path: real[1](folder / "other" / path.relative_to(folder) if rank == 1 else path)
+    with pytest.raises(mc.InputError, match=r"resume: .*step-1/manifest\.json: sha256: '\w+' on rank 0 and '\w+' on rank 1; the "):
+        loop.train(recipe, machine_of((2, 1)))
+
+    def missing(path: Path) -> Any:
+        return real[0](folder / "nowhere" / path.name if rank == 1 else path)
+
+    agree.read_manifest = missing
+    with pytest.raises(mc.InputError, match=r"nowhere/step-1: not a folder; a checkpoint folder step-N"):
+        loop.train(recipe, machine_of((2, 1)))
+
+
+def test_another_state_at_the_path_of_a_run_is_found(tmp_path: Path) -> None:
+    for folder, seed in ((tmp_path, 0), (tmp_path / "other", 1)):
+        folder.mkdir(exist_ok=True)
+        train(run_of(folder, max_steps=1, eval_steps=None, save_steps=1, seed=seed))
+    recipe = run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=1, resume=str(tmp_path / "out" / "step-1"))
+    spawn(2, copied, replace(recipe, output_dir=str(tmp_path / "next")), tmp_path)

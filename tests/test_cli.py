@@ -324,8 +324,9 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("lacking", "status", "said"), [
     ("torch", 2, "modelcenter: error: torch: not installed; pip install torch, the build that fits your machine\n"),
     ("huggingface_hub", 2, "modelcenter: error: huggingface_hub: not installed; pip install huggingface_hub\n"),
+    ("yaml", 2, "modelcenter: error: PyYAML: not installed; pip install PyYAML\n"),
     ("modelcenter.doctor", 1, "Traceback"),
-], ids=["torch", "hub", "ours"])
+], ids=["torch", "hub", "yaml", "ours"])
 def test_what_is_needed_and_not_installed_is_a_line(lacking: str, status: int, said: str) -> None:
     program = f"import sys; sys.modules[{lacking!r}] = None; from modelcenter.__main__ import main; sys.exit(main(['doctor']))"
     env = os.environ | {"PYTHONPATH": str(Path(mc.__file__).parents[1])}

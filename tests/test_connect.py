@@ -1,6 +1,7 @@
 """What is wrong between ranks is said by name, in a line, before anything waits for ever."""
 
 import fcntl
+import gc
 import os
 import re
 import signal
@@ -417,6 +418,34 @@ def test_a_rank_that_is_lost_later_is_a_line_too(victim: int, tmp_path: Path) ->
     assert [jobs[victim].exitcode, jobs[1 - victim].exitcode] == [-signal.SIGKILL, 75]
     said = (tmp_path / str(1 - victim)).read_text()
     assert said.count("modelcenter: another rank has ended or hangs: ") == 1 and "Traceback" not in said, said
+
+
+def kept_in_memory(pipe: Any) -> None:
+    """Two models in host memory, one after the other gone; then another."""
+    small = {"layers": 1, "dim": 8, "heads": 2, "vocab": 11, "positions": 8}
+    models = [mc.build("gpt2", config=small, machine=Machine(device="cpu", offload=True)) for _ in range(2)]
+    said = []
+    for _ in range(2):
+        models[0].generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+        said.append(dist.is_initialized())
+        del models[0]
+        gc.collect()
+    said.append(dist.is_initialized())
+    model = mc.build("gpt2", config=small, machine=Machine(device="cpu", offload=True))
+    model.generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+    pipe.send([*said, dist.is_initialized()])
+    os._exit(0)
+
+
+def test_the_group_of_one_process_goes_with_its_last_model() -> None:
+    """What comes after that in the process would take itself for one of several ranks."""
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    job = context.Process(target=kept_in_memory, args=(theirs,), daemon=True)
+    job.start()
+    theirs.close()
+    assert ours.poll(LATE) and ours.recv() == [True, True, False, True]
+    job.join()
 
 
 def test_the_command_says_it_in_a_line(tmp_path: Path, told: Any) -> None:

@@ -337,6 +337,13 @@ def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
         list(read_records(str(file)))
 
 
+@pytest.mark.parametrize("path", ["https://someone:canary@host/a,b.jsonl?c=d", "s3://bucket/*.txt"])
+def test_an_address_is_no_file(path: str) -> None:
+    with pytest.raises(MissingError, match=r"^data\.path: an address \((https|s3)://\.\.\.\), .*; download it, ") as missing:
+        find_files(path)
+    assert "canary" not in str(missing.value)
+
+
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, said in (("none.txt", "no such file"), ("*.none", "no such file"), ("", "no data file in it")):
         with pytest.raises(MissingError, match=said):

@@ -1,6 +1,10 @@
 """What `modelcenter doctor` says of installations of every kind, each put in place of the present one."""
 
+import importlib.util
 import json
+import os
+import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -96,6 +100,34 @@ def test_gpus_that_torch_does_not_see(build: str | None, visible: str | None, li
         (tmp_path / "nvidia-smi").chmod(0o755)
     lines = [line for line in said(capsys)["advice"] if "nvidia-smi" in line]
     assert [line.startswith(str(says)) for line in lines] == [True] * (says is not None)
+
+
+@pytest.fixture
+def torn(tmp_path: Path) -> Path:
+    """Half of an extension: the first half of one of numpy's."""
+    whole = Path(importlib.import_module("numpy._core._multiarray_umath").__file__ or "").read_bytes()
+    file = tmp_path / "_C.so"
+    file.write_bytes(whole[: len(whole) // 2])
+    return file
+
+
+def test_a_copy_of_the_kernels_that_broke_off_is_refused(torn: Path) -> None:
+    """Loaded it would end Python, with SIGBUS."""
+    env = os.environ | {"MODELCENTER_KERNELS": str(torn), "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-m", "modelcenter", "doctor"], env=env, capture_output=True, text=True)
+    wanted = rf"modelcenter: error: environment: MODELCENTER_KERNELS: .*_C.so: {torn.stat().st_size:,} of [\d,]+ bytes, a copy .*\n"
+    assert done.returncode == 2 and re.fullmatch(wanted, done.stderr), (done.returncode, done.stderr)
+
+
+def test_installed_kernels_that_broke_off_are_not_loaded(torn: Path, capsys: pytest.CaptureFixture[str],
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_kernels, "_C", None)
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setattr(_kernels, "FILE", "1")
+    monkeypatch.delitem(sys.modules, "modelcenter._C", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(torn)))
+    monkeypatch.setattr(importlib, "import_module", None)
+    assert _kernels.load() is None and doctor.extension()[1].startswith(f"does not load: {torn.stat().st_size:,} of ")
 
 
 def test_of_another_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

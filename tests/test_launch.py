@@ -25,8 +25,9 @@ from modelcenter.config import dump_yaml, to_dict
 from modelcenter.errors import InputError
 from modelcenter.parallel.device import device_of
 from modelcenter.parallel.machine import Machine
-from modelcenter.parallel.watch import LOST
+from modelcenter.parallel.watch import LOST, PARENT, TORCHRUN
 from modelcenter.train import launch
+from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import read_rows
 
@@ -392,6 +393,71 @@ def worker(node: subprocess.Popen[bytes]) -> int:
     return int(children[0])
 
 
+STARTER = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[2:]], env={**os.environ, sys.argv[1]: str(os.getpid())})
+"""
+RANK = """
+import signal, sys, time
+from modelcenter.train.launch import follow
+
+def asked(*_):
+    print("asked", flush=True)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, asked)
+if sys.argv[1] == "follows":
+    follow()
+print("ready", flush=True)
+sys.stdin.readline()
+follow()
+time.sleep(20)
+print("lives", flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells a process that its parent has ended")
+@pytest.mark.parametrize(("launcher", "said"), [(PARENT, "asked\n"), (TORCHRUN, "")], ids=["ours", "torchrun"])
+@pytest.mark.parametrize("stands", ["follows", "begins"])
+def test_a_rank_ends_when_who_has_started_it_is_killed(stands: str, launcher: str, said: str,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of ours is asked, and would save; one of torchrun's is killed: others are to go on without it. Also where the rank had
+    not looked yet."""
+    for name in (PARENT, TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", STARTER, launcher, RANK, stands], text=True, **pipes) as starter:
+        assert starter.stdin is not None and starter.stdout is not None and starter.stdout.readline() == "ready\n"
+        starter.kill()
+        starter.wait()
+        starter.stdin.close()
+        assert starter.stdout.read() == said  # to its end: the rank, which has it open, has ended
+
+
+@pytest.mark.parametrize(("launcher", "asked", "fails"), [
+    (TORCHRUN, False, True), (TORCHRUN, True, False), (PARENT, False, False),
+], ids=["other", "asked", "ours"])  # fmt: skip
+def test_a_run_that_others_have_stopped_is_not_done(launcher: str, asked: bool, fails: bool, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: Any) -> None:
+    """To an agent of torchrun whose ranks end well the run is, and it is another that was to leave."""
+    for name in (PARENT, TORCHRUN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(launcher, "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with Interrupt() as interrupt:
+        interrupt.begin()
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            launch.check_asked()
+            ended = 0
+        except launch.RankError as error:
+            ended = launch.status_of(error) or 0
+    assert ended == (LOST if fails else 0)
+    assert ("the run goes on with those that are left" in capsys.readouterr().err) == fails
+
+
 KILLS = 4  # of ranks, the first before any step; every other one after that is an agent
 
 
@@ -436,10 +502,12 @@ def test_elastic_agents_and_their_ranks_are_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_node_leaves_for_good_and_another_comes(tmp_path: Path) -> None:
-    """Under torchrun with one to two nodes and `machine.fsdp=auto`: the agent and the rank of one are killed and do not return, and
-    the run goes on with the ranks that are left; another agent comes, and it goes on with both. Its losses, one
-    of each step, are those of one process to rounding: not to the bit, since sums are formed in another order."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to leave"])
+def test_a_node_leaves_for_good_and_another_comes(number: int, tmp_path: Path) -> None:
+    """Under torchrun with one to two nodes and `machine.fsdp=auto`: the agent of one is told to leave, and does not return. Its
+    rank, which nobody else tells, ends, and the run goes on with the ranks that are left; another agent comes, and it goes on with
+    both. Its losses, one of each step, are those of one process to rounding: not to the bit, since sums are formed in another
+    order."""
     places = [tmp_path / name for name in ("alone", "elastic")]
     for place in places:
         place.mkdir()
@@ -469,10 +537,8 @@ def test_a_node_leaves_for_good_and_another_comes(tmp_path: Path) -> None:
 
     try:
         goes_on(2)
-        left = worker(nodes[1])
-        for process in (nodes[1].pid, left):
-            os.kill(process, signal.SIGKILL)
-        nodes[1].wait()
+        nodes[1].send_signal(number)
+        nodes[1].wait(100)
         goes_on(1)
         nodes[1] = agent(1, port, places[1], arguments, "1:2")
         goes_on(2)

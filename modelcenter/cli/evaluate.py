@@ -169,7 +169,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     """Lines if texts are cut sooner than the recipe says, settings do nothing, or labels leave a metric undefined; the results, and
     whether this is the process that says them."""
     from ..metrics.table import check_packages
-    from ..train.agree import agree
+    from ..train.agree import agree, agree_on_copies
     from ..train.heap import kept
     from ..train.prepare import enter, prepare
     from ..train.progress import Progress
@@ -183,6 +183,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     with Watch(Path(recipe.output_dir) / "ranks", ranks, machine.timeout), kept(device):
         agree(recipe, machine, ranks, free=("output_dir", "model"))  # where each has put its own; what is in the model's counts
         setup = prepare(recipe, machine, device, ranks, judged=True)
+        agree_on_copies(recipe, setup.tokenizer, ranks)
         assert setup.evaluation is not None
         said += "".join(f"{line}\n" for line in (*setup.idle, *setup.evaluation.undefined()))
         count = partial(Progress(1, silent=not ranks.first).part, "texts written")

@@ -24,7 +24,7 @@ def train(args: Arguments) -> Answer:
     if recipe.init == "pretrained":
         check_model(recipe.model)
     from ..parallel.watch import speaks
-    from ..train.launch import launch, to_launch
+    from ..train.launch import check_asked, launch, to_launch
 
     if machine.devices is not None:
         from ..train.choose import choose
@@ -39,6 +39,8 @@ def train(args: Arguments) -> Answer:
         gc.freeze()
         gc.enable()
         run = train(recipe, machine)
+        if run.stopped:
+            check_asked()
         data = {"output_dir": str(run.output_dir), "step": run.step, "stopped": run.stopped, "metrics": run.metrics}
     last = "".join(f", {key} {value:.6g}" for key, value in data["metrics"].items() if isinstance(value, float))
     return Answer(f"{data['output_dir']}: step {data['step']}{last}" if machine.ranks == 1 or speaks() else None, data)

@@ -46,6 +46,9 @@ def find_files(path: str, format: Format = "auto", key: str = "data.path") -> li
     else:
         found = [f for f in map(Path, glob.glob(path, recursive=True)) if is_file(f, key)]
     if not found:
+        if "://" in path:  # of which only the scheme is said: the rest may hold a password
+            what = f"an address ({path.partition('://')[0]}://...), and none is fetched from"
+            refuse_missing(None, key, what, "download it, and name the file; datasets:NAME is one of the hub")
         if "," in path:
             refuse_missing(path, key, "no such file", f"of several files a list: {key}=[{path}]")
         absent = "no such file" if here.is_absolute() else f"no such file, seen from {os.getcwd()}"

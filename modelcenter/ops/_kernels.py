@@ -5,8 +5,13 @@ MODELCENTER_CPU=base or avx2 limits those for the CPU to an older instruction se
 """
 
 import importlib.util
+import math
 import os
+import struct
+import sys
 import warnings
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,19 +33,42 @@ def load() -> Any:
     if LEVEL not in LEVELS:
         refuse("environment", "MODELCENTER_CPU", LEVEL, ", ".join(LEVELS))
     if not WANTED or FILE == "1":
+        if not WANTED or cut():
+            return None
         try:
-            return importlib.import_module("modelcenter._C") if WANTED else None
+            return importlib.import_module("modelcenter._C")
         except ImportError:
             return None
     spec = importlib.util.spec_from_file_location("modelcenter._C", FILE)
     if spec is None or spec.loader is None:
         refuse("environment", "MODELCENTER_KERNELS", FILE, "0, 1 or the file of an extension")
+    if said := lack(FILE):
+        refuse("environment", "MODELCENTER_KERNELS", f"{FILE}: {said}", "the whole file: build it again")
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:
         refuse("environment", "MODELCENTER_KERNELS", f"{FILE}: {error}", "0, 1 or the file of an extension")
     return module
+
+
+def cut() -> str:
+    """What the installed extension's file lacks."""
+    if "modelcenter._C" in sys.modules:  # it is loaded
+        return ""
+    spec = importlib.util.find_spec("modelcenter._C")
+    return lack(spec.origin) if spec is not None and spec.origin is not None else ""
+
+
+def lack(file: str) -> str:
+    """How much of an extension's file there is, if its end is missing: loading it would end Python (SIGBUS) without a word. The
+    table of sections is the last part of an ELF file."""
+    with suppress(OSError), open(file, "rb") as stream:
+        head, size = stream.read(64), os.fstat(stream.fileno()).st_size
+        if len(head) == 64 and head.startswith(b"\x7fELF\x02\x01"):
+            whole = int.from_bytes(head[40:48], "little") + math.prod(struct.unpack_from("<HH", head, 58))
+            return f"{size:,} of {whole:,} bytes, a copy that broke off" if size < whole else ""
+    return ""
 
 
 _C = load()
@@ -63,6 +91,11 @@ def call(name: str, *args: Any) -> None:
     if not tensor.is_cuda:
         torch.get_num_threads()  # in a thread that is new to torch this tells OpenMP how many: else all, whatever torch was told
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
+
+
+def shown(shape: Sequence[int]) -> str:
+    """A shape as the kernels' messages have it."""
+    return f"({', '.join(map(str, shape))})"
 
 
 def available(device: str, index: int = 0) -> bool:

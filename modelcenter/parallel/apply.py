@@ -23,7 +23,7 @@ from .averaging import KNOWN as AVERAGED
 from .averaging import average
 from .blocks import fit_blocks, units
 from .check import check
-from .connect import by_itself, connected
+from .connect import by_itself, connected, kept_by
 from .device import LOW, check_precision, device_of
 from .machine import Machine, as_machine
 from .ranks import Ranks, settle
@@ -79,6 +79,7 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     if mesh is not None and machine.wrapped:
         inner = mesh["fsdp" if machine.replicate == 1 else ("replicate", "fsdp")]
         shard(model, inner, machine.zero, precision, quiet, machine.offload)
+        kept_by(model)
     elif mesh is not None:
         if machine.replicate > 1:
             average(model, mesh.get_group("replicate"))

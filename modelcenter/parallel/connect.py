@@ -13,6 +13,7 @@ import platform
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .. import __version__
 from ..errors import InputError, LateError, message, refuse, tell
@@ -62,10 +64,36 @@ def connected(device: torch.device, machine: Machine) -> Iterator[None]:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """Make the process group of a single process, through which it sends nothing. It is left when the process ends."""
+    """Make the process group of a single process, through which it sends nothing. It is left when the last model that is `kept_by`
+    goes, or the process ends."""
+    global _own
     dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
+    _own = dist.group.WORLD
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     yield
+
+
+_own: Any = None  # the group that `by_itself` has made
+_models = 0  # that need it
+
+
+def kept_by(model: nn.Module) -> None:
+    """Keep the group of `by_itself` for as long as `model` is there: whatever else the process then does would take itself for one
+    of several ranks."""
+    global _models
+    if _own is not None and _own is dist.group.WORLD:
+        _models += 1
+        weakref.finalize(model, part)
+
+
+def part() -> None:
+    """A model that needed the group of `by_itself` has gone."""
+    global _own, _models
+    _models -= 1
+    if not _models:
+        if _own is dist.group.WORLD:
+            dist.destroy_process_group()
+        _own = None
 
 
 def check_interfaces() -> None:

@@ -25,6 +25,7 @@ from .ranks import Ranks
 
 PARENT = "MODELCENTER_LAUNCHER"  # of the environment: the process that has started this rank, and speaks for all (train/launch.py)
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # likewise, if it is torchrun
+STARTER = os.getppid()  # the process that has started this one, unless it has ended since
 ANSWER = "MODELCENTER_ANSWER"  # of the environment: the file for what this rank answers; libraries print to its standard output
 STALLED = 76  # the exit status of a rank of a run that stood still
 LOST = 75  # that of a rank that has lost another

@@ -8,17 +8,22 @@ on a machine that has not mounted the output folder would otherwise be noticed o
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoint.manifest import MANIFEST, read_manifest, sha256_of
 from ..config import to_dict
-from ..errors import InputError, refuse
+from ..data.tokenizer import Tokenizer
+from ..errors import InputError, MissingError, refuse
+from ..identify import find
 from ..parallel.machine import Machine
 from ..parallel.ranks import OtherRankError, Ranks, named
 from .environment import HASHED, describe_data, paths, versions
@@ -34,17 +39,38 @@ LOOK = 0.1  # seconds between two looks
 def agree(recipe: Recipe, machine: Machine, ranks: Ranks, free: Collection[str] = ()) -> None:
     """Refuse to start if the ranks' `recipe` (resolved), `machine`, code, model folder or data differ, and name the first key that
     does; not those that are `free`."""
+    compare(lambda: {key: value for key, value in facts(recipe, machine).items() if key not in free}, ranks)
+
+
+def agree_on_copies(recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> None:
+    """Refuse to go on if a hub id stands for different commits in the ranks' caches, of which each machine may have its own. Called
+    when the model is loaded: before that a cache may have an older commit, or none."""
+    compare(lambda: commits(recipe, tokenizer), ranks)
+
+
+def agree_on_state(start: Path, ranks: Ranks) -> None:
+    """Refuse to continue from the state `start` if ranks find different ones there."""
+
+    def work() -> dict[str, Any]:
+        read_manifest(start)
+        return {f"resume: {start / MANIFEST}: sha256": sha256_of(start / MANIFEST)[:12]}
+
+    compare(work, ranks)
+
+
+def compare(work: Callable[[], Mapping[str, Any]], ranks: Ranks) -> None:
+    """Refuse if what `work` returns is not the same on all ranks, and name the first key that differs."""
     if ranks.size == 1:
         return
     text = ""
 
-    def work() -> str:
+    def hashed() -> str:
         nonlocal text
-        text = json.dumps({key: value for key, value in facts(recipe, machine).items() if key not in free}, default=str)
+        text = json.dumps(work(), default=str)
         return sha256(text.encode()).hexdigest()
 
     try:
-        hashes = ranks.together(work, (InputError, OSError))
+        hashes = ranks.together(hashed, (InputError, OSError))
     except OtherRankError as error:
         refuse(None, None, str(error), "the same files for every rank")
     if len(set(hashes)) > 1:
@@ -92,10 +118,35 @@ def facts(recipe: Recipe, machine: Machine) -> dict[str, Any]:
         found |= {f"data {path}: {key}": said[key] for key in ("files", "bytes", "sha256_of_contents") if key in said}
         found |= {f"data {path}: {Path(file['name']).name}": file["bytes"] for file in said.get("list", ())}
     for key, name in (("model", recipe.model), ("tokenizer", recipe.tokenizer)):
-        folder = Path(os.path.expanduser(name or os.devnull))
-        files = sorted(folder.iterdir()) if folder.is_dir() else ()
-        found |= {f"{key} {file.name}": contents(file) for file in files if file.is_file()}
+        found |= held(key, Path(os.path.expanduser(name or os.devnull)))
     return found
+
+
+def commits(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of which commits the tokenizer and the model are, and the base of an adapter, if they are in the hub's cache; what is in the
+    folder of a base that is elsewhere."""
+    found: dict[str, Any] = {"tokenizer: commit": commit_of(tokenizer.name)}
+    if recipe.init == "pretrained":
+        with suppress(MissingError):  # a cache that may not be written has the files, but does not say for which branch
+            source = find(recipe.model, None, True, None)
+            if source.saved is not None:
+                found["model: commit"] = commit_of(source.saved.folder)
+            key = "model" if source.saved is None else "base"
+            found[f"{key}: commit"] = commit_of(source.path)
+            found |= held(key, source.path) if source.saved is not None and commit_of(source.path) is None else {}
+    return found
+
+
+def commit_of(path: str | Path) -> str | None:
+    """The commit to which a file or a folder in the hub's cache belongs; None for one that is elsewhere."""
+    found = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", str(path))
+    return found[1] if found is not None else None
+
+
+def held(key: str, folder: Path) -> dict[str, str]:
+    """The files in a folder, if it is one."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else ()
+    return {f"{key} {file.name}": contents(file) for file in files if file.is_file()}
 
 
 def contents(file: Path) -> str:

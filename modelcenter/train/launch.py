@@ -31,8 +31,8 @@ from ..parallel.check import check
 from ..parallel.machine import Machine
 from ..parallel.ranks import named
 from ..parallel.variable import ALLOCATOR, GROWING, check_address, variable
-from ..parallel.watch import ANSWER, LOST, PARENT, STALLED
-from .interrupt import SIGNALS, heeded
+from ..parallel.watch import ANSWER, LOST, PARENT, STALLED, STARTER, TORCHRUN
+from .interrupt import SIGNALS, Interrupt, heeded
 from .recipe import Recipe
 
 STORE = "MODELCENTER_STORE"  # where ranks find each other
@@ -254,11 +254,24 @@ def word(asked: Sequence[int]) -> signal.Signals:
 
 
 def follow() -> None:
-    """Let this rank be asked for its end, as by `forwarding`, when the process that started it ends in whatever way (Linux)."""
-    if PARENT in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if str(os.getppid()) != os.environ[PARENT]:  # it has ended before
-            os.kill(os.getpid(), signal.SIGTERM)
+    """Let this rank end when the process that started it ends, in whatever way (Linux). A rank of ours is asked for its end, as by
+    `forwarding`, so that the run saves. One of torchrun's is killed: the other agents notice only by this that ranks are lost, and
+    begin anew with those that are left. If it lived on, or had all ranks save and end, nobody would."""
+    ours = PARENT in os.environ
+    if sys.platform == "linux" and (ours or TORCHRUN in os.environ):
+        number = signal.SIGTERM if ours else signal.SIGKILL
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        if str(os.getppid()) != os.environ.get(PARENT, str(STARTER)):  # it has ended before
+            os.kill(os.getpid(), number)
+
+
+def check_asked() -> None:
+    """Called by a rank whose run has stopped and saved. Under torchrun one that was not asked itself fails: the agent of those that
+    were is leaving, and its own begins anew with who is left. Ended well, it would make the run seem done."""
+    if TORCHRUN in os.environ and not Interrupt.innermost:
+        if os.environ.get("LOCAL_RANK") == "0":
+            tell("modelcenter: ranks of another node were asked to stop, and have saved; the run goes on with those that are left")
+        raise RankError("another rank was asked to stop", LOST, heard=True)
 
 
 def status_of(error: RuntimeError) -> int | None:

@@ -29,7 +29,7 @@ from ..parallel.machine import Machine, as_machine
 from ..parallel.ranks import Ranks, Silent
 from ..parallel.replicas import check_replicas
 from ..parallel.watch import Watch
-from .agree import agree, check_output
+from .agree import agree, agree_on_copies, agree_on_state, check_output
 from .background import Background
 from .choose import choose
 from .environment import check_data
@@ -142,9 +142,12 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
     agree(recipe, machine, ranks)
     check_output(folder, ranks)
     start = find_start(recipe.resume, folder, ranks)
-    if start is not None and ranks.first:
-        check_data(start.parent, recipe.data)
+    if start is not None:
+        agree_on_state(start, ranks)
+        if ranks.first:
+            check_data(start.parent, recipe.data)
     setup = prepare(recipe, machine, device, ranks)
+    agree_on_copies(recipe, setup.tokenizer, ranks)
     if start is not None:
         check_steps(start, recipe, setup.steps)
         check_order(start, setup.loader.order)
