@@ -402,13 +402,13 @@ MC_KERNEL(relative_attention) {
     const Array lse = call.out("lse", F32, Shape{p.batch, p.heads, p.s});
     call.ready();
     if (!out.aligned()) call.refuse("out: not aligned to 16 bytes");
-    const int chip = check_chip(call, q, p);
+    const int chip = check_chip(call, q.dtype);
     if (!p.sequences || !p.heads || !p.longest_q) return;
 #ifdef MC_HOPPER
     if (in_pairs(call, chip, p, q.dtype, out.data, lse.as<float>())) return;
 #endif
-    MC_FOR_HALF(q.dtype, T, MC_FOR_SIZES(chip, p.dim, S, {
+    MC_FOR_TILES(chip, q.dtype, p.dim, T, S, {
         const int64_t each = tiles(p.longest_q, Layout<S>::ROWS);
         launch<Layout<S>>(call, forward<T, S>, p.sequences * p.heads * each, p, out.as<T>(), lse.as<float>(), each);
-    }))
+    })
 }

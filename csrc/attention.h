@@ -33,6 +33,19 @@ struct Warps : Padded<CHANNELS> {
     };
 };
 
+// The same of more channels on Turing, whose 64 KiB hold fewer rows of them. What two matrices stay for, backward, are 64 rows.
+template <int CHANNELS>
+struct Turing : Padded<CHANNELS> {
+    static constexpr bool TURNS = false;
+    struct Forward {
+        static constexpr int WARPS = 4, M = 2, ACROSS = CHANNELS <= 96 ? 32 : 16, BLOCKS = 1;
+    };
+    struct OfKeys {
+        static constexpr int WARPS = 4, M = 1, ACROSS = Forward::ACROSS, BLOCKS = 1;
+    };
+    using OfQueries = OfKeys;
+};
+
 // The same by Hopper's warpgroups, of which a block has one: several blocks that wait for nothing in common keep a multiprocessor busier
 // than two warpgroups that share their keys and wait for each other at every tile (one H200, T5-large's forward: 120 and 124 microseconds).
 template <int CHANNELS>
@@ -56,12 +69,15 @@ struct Block : L {
     static constexpr size_t OWN = sizeof(uint16_t) * S::elements(ROWS), OTHER = sizeof(uint16_t) * S::elements(L::ACROSS);
 };
 
+template <class S>
+constexpr bool OLD = std::is_same_v<S, Turing<S::DIM>>;  // for chips before Ampere alone
+
 // Whether the chip that is compiled for has the instructions and the shared memory, and nothing better.
 template <class T, class S>
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool ABLE = S::GROUP;
 #elif defined(__CUDA_ARCH__)
-constexpr bool ABLE = !S::GROUP && (__CUDA_ARCH__ >= 800 || (std::is_same_v<T, fp16> && S::DIM <= 64));
+constexpr bool ABLE = !S::GROUP && (__CUDA_ARCH__ >= 800 ? !OLD<S> : std::is_same_v<T, fp16> && (OLD<S> || S::DIM <= 64));
 #else
 constexpr bool ABLE = true;
 #endif
@@ -504,13 +520,13 @@ void launch(Call& call, void (*kernel)(P...), int64_t blocks, A... args) {
     kernel<<<static_cast<unsigned>(blocks), L::THREADS, shared, static_cast<cudaStream_t>(call.stream)>>>(args...);
 }
 
-// Turing multiplies fp16 alone. The first two digits of a chip's number: 9.0 is 90.
-inline int check_chip(Call& call, const Array& q, const Problem& p) {
+// The first two digits of a chip's number: 9.0 is 90. Turing multiplies fp16 alone.
+inline int check_chip(Call& call, Dtype dtype) {
+    check_present(call, dtype);
     int32_t device = 0, major = 0, minor = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (major < 8 && (q.dtype != F16 || p.dim > 64)) call.refuse("before compute capability 8.0: fp16 and heads of up to 64");
     return 10 * major + minor;
 }
 
@@ -569,4 +585,18 @@ inline bool described(Maps& maps, int chip, const Problem& p, const void* grad =
     } else {                       \
         using T = fp16;            \
         __VA_ARGS__;               \
+    }
+// Both, by what the chip can do; T and S are then names of the two.
+#define MC_FOR_TILES(chip, dtype, dim, T, S, ...)                      \
+    if (chip < 80 && dim > 64) {                                       \
+        using T = fp16;                                                \
+        if (dim <= 96) {                                               \
+            using S = Turing<96>;                                      \
+            __VA_ARGS__;                                               \
+        } else {                                                       \
+            using S = Turing<128>;                                     \
+            __VA_ARGS__;                                               \
+        }                                                              \
+    } else {                                                           \
+        MC_FOR_HALF(dtype, T, MC_FOR_SIZES(chip, dim, S, __VA_ARGS__)) \
     }

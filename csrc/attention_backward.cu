@@ -797,7 +797,7 @@ MC_KERNEL(relative_attention_backward) {
     if (beside && p.s != p.t) call.refuse("beside: %lld queries and %lld keys", static_cast<long long>(p.s), static_cast<long long>(p.t));
     if (!out.aligned() || !grad.aligned() || !dq.aligned() || !dk.aligned() || !dv.aligned() || !beside.aligned())
         call.refuse("out, grad, dq, dk, dv or beside: not aligned to 16 bytes");
-    const int chip = check_chip(call, q, p);
+    const int chip = check_chip(call, q.dtype);
     to.out = out.data, to.grad = grad.data, to.lse = lse.as<float>(), to.inner = inner.as<float>();
     to.dq = dq.data, to.dk = dk.data, to.dv = dv.data, to.beside = 1, to.partial = partial.as<float>();
     if (beside) {
@@ -809,15 +809,13 @@ MC_KERNEL(relative_attention_backward) {
 #ifdef MC_HOPPER
     done = by_heads(call, chip, p, q.dtype, to);
 #endif
-    if (!done) MC_FOR_HALF(q.dtype, T, {
-        MC_FOR_SIZES(chip, p.dim, S, {
-            const int64_t by_keys = tiles(p.longest_k, KeysLayout<S>::ROWS), by_queries = tiles(p.longest_q, QueriesLayout<S>::ROWS);
-            if (!partial) to.parts = p.sequences * by_queries;
-            if (p.heads && to.parts && by_queries)  // first: it finds `inner`
-                launch<QueriesLayout<S>>(call, of_queries<T, S>, p.heads * to.parts, p, to, by_queries);
-            if (p.sequences && p.heads && by_keys)
-                launch<KeysLayout<S>>(call, of_keys<T, S>, p.sequences * p.heads * by_keys, p, to, by_keys);
-        })
+    if (!done) MC_FOR_TILES(chip, q.dtype, p.dim, T, S, {
+        const int64_t by_keys = tiles(p.longest_k, KeysLayout<S>::ROWS), by_queries = tiles(p.longest_q, QueriesLayout<S>::ROWS);
+        if (!partial) to.parts = p.sequences * by_queries;
+        if (p.heads && to.parts && by_queries)  // first: it finds `inner`
+            launch<QueriesLayout<S>>(call, of_queries<T, S>, p.heads * to.parts, p, to, by_queries);
+        if (p.sequences && p.heads && by_keys)
+            launch<KeysLayout<S>>(call, of_keys<T, S>, p.sequences * p.heads * by_keys, p, to, by_keys);
     })
     if (dbias && p.heads && p.numbers)
         add_up<<<grid(p.heads * p.numbers, THREADS), THREADS, 0, stream>>>(p, partial.as<float>(), dbias.as<float>(), to.parts, there);

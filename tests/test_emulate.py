@@ -34,6 +34,13 @@ class Far(Plant):
     chip: int = 228
 
 
+@dataclass(frozen=True)
+class Old(Plant):
+    """Planted in csrc's attention; one of OLD's cases must then fail, saying `error`."""
+
+    error: str
+
+
 ORDER = "depends on the order of threads"
 WRONG = r"AssertionError: (result|dequantised|tensor)"
 LONG_ENOUGH = 12_000  # for sequences of several tiles
@@ -163,12 +170,19 @@ FAR = (
     Far("near-sums-of-the-last-number-lost", "attention_backward.cu", "&& number < p.high;", "&& number <= p.high;", "dbias", 164),
 )
 
+# Heads of more than 64 channels on Turing.
+WIDE = (
+    Old("as-many-rows-as-on-ampere", "attention.h", "chip < 80 && dim > 64", "chip < 70 && dim > 64", "bytes of shared memory"),
+    Old("as-many-rows-of-128-channels-as-of-96", "attention.h", "CHANNELS <= 96 ? 32 : 16", "32", "bytes of shared memory"),
+    Old("no-channel-after-the-96th", "attention.h", "        if (dim <= 96)", "        if (dim <= 128)", "AssertionError: out: "),
+)
+
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 slow = pytest.mark.slow
 pytestmark = [needs_compiler, pytest.mark.timeout(900)]
 
 
-HOPPER, AMPERE = 228, 164  # KB of shared memory, by which the emulator knows the chip
+HOPPER, AMPERE, TURING = 228, 164, 64  # KB of shared memory, by which the emulator knows the chip
 
 
 def python(kernels: Path, *arguments: str, loaded: str = "", chip: int = HOPPER) -> subprocess.CompletedProcess[str]:
@@ -277,19 +291,23 @@ def test_every_kernel(checked: Path) -> None:
 
 
 LONG = """
-from emulate.pretend import pretend
-pretend()
-import importlib
+from emulate import pretend
+pretend.pretend()
+import importlib, sys
 import torch
+kind, dim, packed = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 attention = importlib.import_module("modelcenter.ops.relative_attention")
 torch.manual_seed(0)
 # where nothing is padding or a prompt there is a kernel of its own; 66: of some tiles all but one number are further
-for length, plain, reach in ((150, False, 0), (350, True, 0), (350, True, 66), (230, False, 66)):
-    q, k, v, grad = (torch.randn(3, length, 2, 16).bfloat16() for _ in range(4))
+cases = (150, False, 0), (350, True, 0), (350, True, 66), (230, False, 66)
+if dim > 64:  # all of them would take too long
+    cases, pretend.ORDERS = cases[::2], (0,)
+for length, plain, reach in cases:
+    q, k, v, grad = (torch.randn(3, length, 2, dim).to(kind) for _ in range(4))
     seen = None if plain else torch.arange(length).expand(3, -1) != 100  # in the second half of a tile of keys
     context = torch.tensor([[0], [70], [150]], dtype=torch.int32)
     bias = torch.randn(2, 2 * length - 1 + 2 * (not plain)) * (8 if plain else 1)
-    args = q, k, v, bias, seen, None, None, context, length, length, 0 if plain else 40, reach, 0.25, True, None, 0.0
+    args = q, k, v, bias, seen, None, None, context, length, length, 0 if plain else 40, reach, dim**-0.5, True, None, 0.0
     out, lse = attention.relative_attention_forward(*args)
     found = []
     for attention.PARTS in (1, 4, 256):
@@ -303,12 +321,12 @@ for length, plain, reach in ((150, False, 0), (350, True, 0), (350, True, 66), (
         assert all(torch.equal(a, b) for a, b in zip(some[:3], found[-1]))
         torch.testing.assert_close(some[3], found[-1][3], rtol=1e-4, atol=1e-4)
 for length, ends in ((330, [0, 130, 200, 330]), (730, [0, 330, 400, 730])):  # the second: backward a block does a head
-    q, k, v, grad = (torch.randn(1, length, 2, 64).half() for _ in range(4))
+    q, k, v, grad = (torch.randn(1, length, 2, packed).half() for _ in range(4))
     lengths, longest = torch.tensor(ends, dtype=torch.int32), ends[1]
     bias = torch.ones(2, 2 * longest - 1) if longest < 200 else None
     found = []
     for _ in range(2):
-        args = q, k, v, bias, None, lengths, lengths, None, longest, longest, 0, 0, 0.125, False, None, 0.0
+        args = q, k, v, bias, None, lengths, lengths, None, longest, longest, 0, 0, packed**-0.5, False, None, 0.0
         out, lse = attention.relative_attention_forward(*args)
         found.append([out, *attention.relative_attention_backward(*args, out, lse, grad, True, bool(found))[:3]])
         if len(found) == 1 and bias is None:
@@ -329,11 +347,13 @@ def test_attention_over_several_tiles(tmp_path: Path) -> None:
     """Of keys, and a block adds up the bias' gradient of several of queries, where those are more than PARTS: random cases are too
     small for either. By warpgroups and by warps; random cases of the latter, which `test_every_kernel` has only of large heads."""
     kernels = build(tmp_path, CSRC, only=ATTENTION)
-    for chip in (HOPPER, AMPERE):
-        done = python(kernels, "-c", LONG, chip=chip)
+    narrow = ("bfloat16", "16", "64")
+    for chip, sizes in ((HOPPER, narrow), (AMPERE, narrow), (TURING, ("float16", "128", "96"))):
+        done = python(kernels, "-c", LONG, *sizes, chip=chip)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    done = fuzzed(kernels, "relative_attention", 40, chip=AMPERE)
-    assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
+    for chip in (AMPERE, TURING):
+        done = fuzzed(kernels, "relative_attention", 40, chip=chip)
+        assert done.returncode == 0 and "none wrong" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 REACH = """
@@ -376,21 +396,70 @@ def attention(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("chip", [HOPPER, pytest.param(AMPERE, marks=slow)])
+def with_a_bug(mutant: Plant, attention: Path, tmp_path: Path) -> Path:
+    """The extension of attention alone with the bug in it."""
+    source, folder = tmp_path / "csrc", tmp_path / "made"
+    shutil.copytree(CSRC, source)
+    shutil.copytree(attention, folder)
+    mutant.into(source)
+    return build(folder, source, SOME, ATTENTION)
+
+
+@pytest.mark.parametrize("chip", [HOPPER, *(pytest.param(chip, marks=slow) for chip in (AMPERE, TURING))])
 def test_the_distance_from_which_a_bias_is_one_number(attention: Path, chip: int) -> None:
     done = python(made(attention), "-c", REACH, chip=chip)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+OLD = """
+from emulate import pretend
+pretend.pretend()
+import torch
+from contract import kernels_called
+from modelcenter.ops.dropout import draw
+from modelcenter.ops.relative_attention import relative_attention
+torch.manual_seed(0)
+length, seed = 140, draw(torch.device("cpu"))
+heads = (40, 40, "half"), (64, 0, "half"), (80, 40, "half"), (96, 0, "half"), (128, 40, "half"), (80, 0, "bfloat16")
+for dim, prompt, dtype in heads:
+    pretend.ORDERS = (1, 2, 0) if prompt and dim > 64 else (0,)
+    q, k, v, grad = (getattr(torch.randn(1, length, 1, dim), dtype)() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.randn(1, 2 * length - 1 + 2 * (prompt > 0)))]
+    seen, rate = (torch.arange(length)[None] != 100, 0.1) if prompt else (None, 0.0)
+    rest = seen, None, None, None, length, length, prompt, 70, dim**-0.5, not prompt, seed if prompt else None, rate
+    with kernels_called() as called:
+        out = relative_attention(*leaves, *rest)
+        found = out, *torch.autograd.grad(out, leaves, grad)
+    kernels = ["relative_attention", "relative_attention_backward"] if dtype == "half" else []
+    names = [name for name, _ in called]
+    assert names == kernels, f"{dim=} {dtype=}: {names}"
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    result = relative_attention.reference(*exact, *rest)
+    wanted = result, *torch.autograd.grad(result, exact, grad.double())
+    for what, one, other in zip(("out", "dq", "dk", "dv", "dbias"), found, wanted):
+        error = (one - other).abs().max().item() / other.abs().max().item()
+        assert error < (0.002 if kernels else 0.02), f"{what}: {error:.2g}, {dim=} {prompt=}"
+"""
+
+
+def test_heads_of_every_width_before_ampere(attention: Path) -> None:
+    """In fp16, by tiles that 64 KB hold, forward and backward with the bias' gradient; bf16 has no kernels there."""
+    done = python(made(attention), "-c", OLD, chip=TURING)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @slow
 @pytest.mark.parametrize("mutant", FAR, ids=[mutant.name for mutant in FAR])
 def test_mutant_of_far_tiles(mutant: Far, attention: Path, tmp_path: Path) -> None:
-    source, folder = tmp_path / "csrc", tmp_path / "made"
-    shutil.copytree(CSRC, source)
-    shutil.copytree(attention, folder)
-    mutant.into(source)
-    done = python(build(folder, source, SOME, ATTENTION), "-c", REACH, chip=mutant.chip)
+    done = python(with_a_bug(mutant, attention, tmp_path), "-c", REACH, chip=mutant.chip)
     assert done.returncode != 0 and re.search(f"AssertionError: {mutant.error}: ", done.stderr), done.stdout + done.stderr[-3000:]
+
+
+@slow
+@pytest.mark.parametrize("mutant", WIDE, ids=[mutant.name for mutant in WIDE])
+def test_mutant_of_wide_heads(mutant: Old, attention: Path, tmp_path: Path) -> None:
+    done = python(with_a_bug(mutant, attention, tmp_path), "-c", OLD, chip=TURING)
+    assert done.returncode != 0 and re.search(mutant.error, done.stderr), done.stdout + done.stderr[-3000:]
 
 
 @slow

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from modelcenter import ops
 from modelcenter.ops import Op, _kernels, _op
 from modelcenter.ops._norm import beside
+from modelcenter.ops.relative_attention import takes
 
 
 @pytest.fixture
@@ -67,6 +68,16 @@ def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytes
             assert silu.fast(x) is fits and _kernels.served(x, dtype) is fits and _kernels.served(x)
             assert isinstance(silu(x, bias), torch.Tensor) is fits
             assert _op.look((x.float(), None, dtype))[2] is fits
+
+
+@pytest.mark.parametrize("dim", [40, 64, 80, 96, 128])
+def test_before_ampere_attention_has_kernels_in_fp16(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For heads of every width; bf16 begins with Ampere."""
+    monkeypatch.setattr(_kernels, "GENERATIONS", {0: (7, 5), 1: (8, 9)})
+    with FakeTensorMode():
+        for index, dtype, fits in ((0, torch.float16, True), (0, torch.bfloat16, False), (1, torch.bfloat16, True)):
+            q = torch.empty(1, 4, 2, dim, device=f"cuda:{index}", dtype=dtype)
+            assert takes(q, q, q, torch.empty(2, 7, device=f"cuda:{index}")) is fits
 
 
 @pytest.mark.skipif(not _kernels.available("cpu") or not hasattr(ctypes.CDLL(None), "omp_get_max_threads"), reason="no kernels")

@@ -33,7 +33,6 @@ from .dropout import draw, kept, share
 Lengths = Tensor | None
 PARTS = 256  # vectors that a head's bias gradient is first added up in: of as many blocks, however many queries there are
 ROWS = 128  # queries of a block
-TURING = 64  # channels of a head that fit into the shared memory of chips before Ampere
 
 
 def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Tensor:
@@ -171,7 +170,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> b
     if q.dtype == torch.float32 or not (q.dtype == k.dtype == v.dtype) or (bias is not None and bias.dtype != torch.float32):
         return False
     d = q.shape[3]
-    fits = modern(q.get_device()) or (q.dtype == torch.float16 and d <= TURING)
+    fits = q.dtype == torch.float16 or modern(q.get_device())
     return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits and share(rest[-1] if rest else 0.0)
 
 

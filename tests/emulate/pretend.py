@@ -32,6 +32,7 @@ def pretend() -> None:
 
     assert _kernels._C is not None, "MODELCENTER_KERNELS names no extension that can be loaded"
     _kernels._C = Emulated(_kernels._C)
+    _kernels.GENERATIONS[0] = divmod(ctypes.CDLL(_kernels._C.extension.__file__).emulate_chip(), 10)
     for name in ("linear", "linear_cross_entropy"):
         importlib.import_module(f"modelcenter.ops.{name}").multiply = multiply  # type: ignore[attr-defined]
 

@@ -14,10 +14,15 @@ struct Chip {
     Chip() {
         if (const char* wanted = std::getenv("MODELCENTER_EMULATE")) std::sscanf(wanted, "%d %d", &multiprocessors, &shared);
     }
+    int major() const { return shared >= 228 ? 9 : shared >= 100 ? 8 : 7; }
+    int minor() const { return major() == 7 ? 5 : 0; }
+    int of_a_block() const { return major() == 7 ? shared : shared - 1; }
 };
 const Chip chip;
 
 }  // namespace
+
+int emulate_chip() { return 10 * chip.major() + chip.minor(); }
 
 cudaError_t cudaGetLastError() {
     const cudaError_t error = last;
@@ -31,15 +36,15 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaDeviceGetAttribute(int32_t* value, cudaDeviceAttr which, int32_t) {
     *value = which == cudaDevAttrMultiProcessorCount ? chip.multiprocessors
-             : which == cudaDevAttrComputeCapabilityMajor ? (chip.shared >= 228 ? 9 : 8)
-             : which == cudaDevAttrComputeCapabilityMinor ? 0
-             : (chip.shared - (which == cudaDevAttrMaxSharedMemoryPerBlockOptin)) * 1024;
+             : which == cudaDevAttrComputeCapabilityMajor ? chip.major()
+             : which == cudaDevAttrComputeCapabilityMinor ? chip.minor()
+             : (which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? chip.of_a_block() : chip.shared) * 1024;
     return cudaSuccess;
 }
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int32_t value) {
     if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-    if (value > (chip.shared - 1) * 1024) return last = cudaErrorInvalidValue;
+    if (value > chip.of_a_block() * 1024) return last = cudaErrorInvalidValue;
     opened[kernel] = value;
     return cudaSuccess;
 }

@@ -22,8 +22,9 @@ struct cudaFuncAttributes {
 cudaError_t cudaGetLastError();  // of launches since it was last asked
 const char* cudaGetErrorString(cudaError_t error);
 // Multiprocessors and their shared memory in KB are MODELCENTER_EMULATE's two numbers: "3 228" where there are none; with
-// 228 it is a Hopper, with less an Ampere. Few
+// 228 it is a Hopper, with 100 or more an Ampere, with 64 a Turing, of which a block may have all. Few
 // multiprocessors have few blocks, so that small arrays are enough for a loop with a grid stride to go round.
+extern "C" __attribute__((visibility("default"))) int emulate_chip();  // the first two digits of its number
 cudaError_t cudaDeviceGetAttribute(int32_t* value, cudaDeviceAttr which, int32_t device);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int32_t value);
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) { return found->numRegs = 96, cudaSuccess; }
