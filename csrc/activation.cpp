@@ -14,9 +14,12 @@ MC_INLINE vf magnitude(vf x) { return bits_to_float(float_to_bits(x) & 0x7FFFFFF
 MC_INLINE vf least(float limit, vf x) { return reinterpret_cast<vf>(_mm512_min_ps(_mm512_set1_ps(limit), reinterpret_cast<__m512>(x))); }
 MC_INLINE vf most(float limit, vf x) { return reinterpret_cast<vf>(_mm512_max_ps(_mm512_set1_ps(limit), reinterpret_cast<__m512>(x))); }
 #else
-MC_INLINE vf least(float limit, vf x) { return x > limit ? all(limit) : x; }
-MC_INLINE vf most(float limit, vf x) { return x < limit ? all(limit) : x; }
+MC_INLINE vf least(float limit, vf x) { return vmin(all(limit), x); }
+MC_INLINE vf most(float limit, vf x) { return vmax(all(limit), x); }
 #endif
+
+MC_INLINE vf by_sign(vf x, vf below, vf above) { return choose<pf>(x, below, above, [](pf x) { return x < 0.0f; }); }
+MC_INLINE vf rising(vf x) { return choose<pf>(x, vf{}, all(1.0f), [](pf x) { return x <= 0.0f; }); }
 
 // e^-x for x >= 0; held constant from 86 on, where it is 4e-38. 2^n is put into the exponent of the rest, fitted as `logit` is.
 template <bool FINE>

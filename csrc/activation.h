@@ -45,13 +45,23 @@ MC_MATH V ratio(V t) {
     return (sum * t + 0.319381530f) * t;
 }
 
+// Of one number; the CPU has the same of many.
+template <class V>
+MC_MATH V by_sign(V x, V below, V above) {
+    return x < V{} ? below : above;
+}
+template <class V>
+MC_MATH V rising(V x) {  // 1, but 0 where x <= 0
+    return x <= V{} ? V{} : V{} + 1.0f;
+}
+
 // The value at x and, where it is asked for, the slope, and `below`: that at -|x|, which with the slope at |x| makes 1.
 template <int KIND, bool FINE, bool SLOPE, class V>
 MC_MATH V activate(V x, V& slope, V& below) {
     const V zero{}, positive = most(0.0f, x);
     below = zero;
     if (KIND == RELU) {
-        if (SLOPE) slope = x <= zero ? zero : zero + 1.0f;
+        if (SLOPE) slope = rising(x);
         return positive;
     }
     const V a = least(100.0f, magnitude(x)), u = a * a;  // there all is decided, and no power of it overflows
@@ -68,7 +78,7 @@ MC_MATH V activate(V x, V& slope, V& below) {
         small = e * large;
         if (SLOPE) below = small - small * (a * (KIND == GELU_TANH ? (u * (3 * C3) + C) * large : large));
     }
-    if (SLOPE) slope = x < zero ? below : 1.0f - below;
+    if (SLOPE) slope = by_sign(x, below, 1.0f - below);
     return positive - a * small;
 }
 

@@ -14,6 +14,13 @@ MC_INLINE void multiply(vu a, uint32_t m, vu& high, vu& low) {
     const __m512i x = reinterpret_cast<__m512i>(a), y = _mm512_set1_epi32(static_cast<int32_t>(m));
     const __m512i even = _mm512_mul_epu32(x, y), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), y);
     high = reinterpret_cast<vu>(_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd));
+#elif defined(__AVX2__)
+    const __m256i y = _mm256_set1_epi32(static_cast<int32_t>(m));
+    high = by_parts<pu, pu>(a, a, [y](pu part, pu) {
+        const __m256i x = reinterpret_cast<__m256i>(part);
+        const __m256i even = _mm256_mul_epu32(x, y), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), y);
+        return reinterpret_cast<pu>(_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA));
+    });
 #else
     for (int i = 0; i < LANES; i++) high[i] = static_cast<uint32_t>(uint64_t{a[i]} * m >> 32);
 #endif
@@ -50,7 +57,8 @@ MC_NOINLINE void draw(uint16_t* random, uint64_t block, uint64_t seed) {
 // x where the element is kept, 0 where it is dropped
 MC_INLINE vf masked(vf x, const uint16_t* random, uint32_t threshold) {
     const vu r = __builtin_convertvector(*reinterpret_cast<const vh_any*>(random), vu);
-    return r >= threshold ? x : vf{};
+    const auto dropped = static_cast<int32_t>(threshold);
+    return choose<pi>(r, x, vf{}, [=](pi r) { return r >= dropped; });
 }
 
 }  // namespace

@@ -33,9 +33,54 @@ struct fp16 {
 MC_INLINE vf all(float x) { return x - vf{}; }  // x + 0 would be an addition, for the sake of -0
 MC_INLINE vf bits_to_float(vu x) { return reinterpret_cast<vf>(x); }
 MC_INLINE vu float_to_bits(vf x) { return reinterpret_cast<vu>(x); }
-MC_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
-MC_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 MC_INLINE vf vabs(vf x) { return bits_to_float(float_to_bits(x) & 0x7FFFFFFFu); }
+
+// ---- choices by comparison: of vectors wider than the processor's own, compilers make one of each element, so parts are compared
+
+#if defined(__AVX512F__)
+constexpr int PART = 16;
+#elif defined(__AVX2__)
+constexpr int PART = 8;
+#else
+constexpr int PART = 4;
+#endif
+typedef float pf __attribute__((vector_size(4 * PART)));
+typedef int32_t pi __attribute__((vector_size(4 * PART)));
+typedef uint32_t pu __attribute__((vector_size(4 * PART)));
+template <class P>
+union Parts {
+    vu all;
+    P at[LANES / PART];
+};
+
+// f(part of a, part of b), parts being vectors of P and Q
+template <class P, class Q, class A, class B, class F>
+MC_INLINE A by_parts(A a, B b, F f) {
+    Parts<P> x = {reinterpret_cast<vu>(a)};
+    const Parts<Q> y = {reinterpret_cast<vu>(b)};
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / PART; i++) x.at[i] = f(x.at[i], y.at[i]);
+    return reinterpret_cast<A>(x.all);
+}
+MC_INLINE vf vmax(vf a, vf b) {
+    return by_parts<pf, pf>(a, b, [](pf x, pf y) { return x > y ? x : y; });
+}
+MC_INLINE vf vmin(vf a, vf b) {
+    return by_parts<pf, pf>(a, b, [](pf x, pf y) { return x < y ? x : y; });
+}
+MC_INLINE vf unless_nan(vf x, vf y) {  // y where x is a number, else x
+    return by_parts<pf, pf>(x, y, [](pf x, pf y) { return x != x ? x : y; });
+}
+// a where f(part of x, a vector of P) holds, else b
+template <class P, class X, class F>
+MC_INLINE vf choose(X x, vf a, vf b, F f) {
+    const Parts<P> given = {reinterpret_cast<vu>(x)};
+    Parts<pf> yes = {reinterpret_cast<vu>(a)};
+    const Parts<pf> no = {reinterpret_cast<vu>(b)};
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / PART; i++) yes.at[i] = f(given.at[i]) ? yes.at[i] : no.at[i];
+    return reinterpret_cast<vf>(yes.all);
+}
 
 // Of the 32 elements of a and b those numbered by `lanes`, which are constants
 template <class V>
@@ -61,7 +106,12 @@ MC_INLINE vh round_bf16(vf x) {  // to nearest, ties to even; NaN stays NaN
     const vu u = float_to_bits(x);
     const vu rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
     const vu nan = (u >> 16) | 0x40u;
+#if defined(__AVX512F__)
     return __builtin_convertvector((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded, vh);
+#else  // the same without a comparison
+    const vu sick = reinterpret_cast<vu>(reinterpret_cast<vi>(0x7F800000u - (u & 0x7FFFFFFFu)) >> 31);
+    return __builtin_convertvector(rounded ^ ((rounded ^ nan) & sick), vh);
+#endif
 }
 MC_INLINE void store(bf16* p, vf x) { *reinterpret_cast<vh_any*>(p) = round_bf16(x); }
 
@@ -232,7 +282,7 @@ MC_INLINE vf vexp(vf x) {
     const vu half = (float_to_bits(shifted) - 0x4B400000u);                 // n as an integer
     const vi low = reinterpret_cast<vi>(half) >> 1, high = reinterpret_cast<vi>(half) - low;  // in two steps: 2^128 is no float
     p = p * bits_to_float(reinterpret_cast<vu>(low + 127) << 23) * bits_to_float(reinterpret_cast<vu>(high + 127) << 23);
-    return x != x ? x : p;
+    return unless_nan(x, p);
 }
 
 }  // namespace

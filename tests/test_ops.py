@@ -317,6 +317,31 @@ def test_layer_norm_keeps_a_large_mean_apart(device: str) -> None:
     assert (found.cpu() - exact).abs().max() < 2e-6
 
 
+ONES = torch.ones(1, 6, 2, 4)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"lengths_q": [0, 6]}, "lengths_q and lengths_k go together"),
+    ({"lengths_q": [0, 2, 6], "lengths_k": [0, 6]}, "lengths_q and lengths_k: one more than there are sequences, in both"),
+    ({"lengths_q": [0, 2, 5], "lengths_k": [0, 2, 6]}, "cumulative lengths must go from 0 to 6"),
+    ({"lengths_q": [0, 2, 6], "lengths_k": [1, 2, 6]}, "cumulative lengths must go from 0 to 6"),
+    ({"lengths_q": [0, 4, 2, 6], "lengths_k": [0, 2, 4, 6]}, "cumulative lengths must not fall"),
+    ({"q": ONES.expand(2, 6, 2, 4), "k": ONES.expand(2, 6, 2, 4), "v": ONES.expand(2, 6, 2, 4), "lengths_q": [0, 6],
+      "lengths_k": [0, 6]}, "packed sequences are one row; this is a batch of 2"),
+    ({"v": ONES[:, :1]}, r"v: shape \(1, 1, 2, 4\); wanted \(1, 6, 2, 4\)"),
+    ({"q": ONES.expand(2, 6, 2, 4)}, "q and k differ in their batch or head dim"),
+    ({"q": ONES[:, :, :1]}, "1 heads are no multiple of 2"),
+    ({"mask": torch.ones(1, 1, 7, 6)}, r"the mask does not fit: wanted \(1\|b, 1\|heads, 1\|s, t\)"),
+], ids=["alone", "counts", "short", "late", "falling", "rows", "values", "batch", "heads", "mask"])  # fmt: skip
+def test_attention_refuses_what_does_not_belong_together(change: dict[str, Any], words: str) -> None:
+    """Torch's functions would broadcast it or leave it out; the reference and the kernel say it in the same words."""
+    given = {"q": ONES, "k": ONES, "v": ONES, "mask": None, "lengths_q": None, "lengths_k": None} | change
+    args = [torch.tensor(a, dtype=torch.int32) if isinstance(a, list) else a for a in given.values()]
+    for attend in (OPS["attention"], OPS["attention"].reference):
+        with pytest.raises(ValueError, match=f"attention: {words}"):
+            attend(*args, 0.5, False, None, 0.0)
+
+
 @pytest.mark.skipif(not _kernels.available("cpu"), reason="the kernels are compiled")
 @pytest.mark.parametrize("odd", [1, 3, 5])
 def test_a_share_between_two_thresholds_is_rounded_up(odd: int) -> None:

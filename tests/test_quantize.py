@@ -197,8 +197,11 @@ def test_products_of_any_size(kind: str, dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradient_of_few_rows_rounds_no_weight(kind: str, dtype: torch.dtype, device: str) -> None:
-    """Its own rounding is all there is, as in their product."""
+def test_the_gradient_of_few_rows_rounds_no_weight(
+    kind: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own rounding is all there is, as in their product; on a CPU with units for low precision too."""
+    monkeypatch.setattr(linear, "has_low_units", lambda dtype: True)
     codes, scales, weight = packed(kind, 33, 200, device)
     for n in (1, 8):
         x = torch.zeros(n, 200, device=device, dtype=dtype, requires_grad=True)
@@ -301,6 +304,67 @@ def test_wrong_shapes_are_said() -> None:
         ops.dequantize_nf4(codes, scales[:5], 64, torch.float32)
     with pytest.raises(ValueError, match="scales"):
         ops.dequantize_int8(codes.view(torch.int8), scales, torch.float32)
+
+
+def test_references_say_wrong_shapes_in_the_same_words() -> None:
+    """The kernels' sentence too, where there are kernels: float64 is the references' in any installation."""
+    codes, scales = q.quantize_nf4_reference(torch.randn(6, 65))
+    whole, of_rows = q.quantize_int8_reference(torch.randn(6, 65))
+    calls: list[tuple[Callable[..., Tensor], tuple[Any, ...], str]] = [
+        (ops.dequantize_nf4, (codes, scales, 64), r"dequantize_nf4: codes: wanted \(.., cols / 2\), rounded up"),
+        (ops.dequantize_nf4, (codes, scales, 67), r"dequantize_nf4: codes: wanted \(.., cols / 2\), rounded up"),
+        (ops.dequantize_nf4, (codes, scales[:, :1], 65), r"dequantize_nf4: scales: shape \(6, 1\); wanted \(6, 2\)"),
+        (ops.dequantize_nf4, (codes[0, 0], scales, 2), "dequantize_nf4: codes: a number; wanted a tensor"),
+        (ops.dequantize_int8, (whole, of_rows[:5]), r"dequantize_int8: scales: shape \(5\); wanted \(6\)"),
+        (ops.dequantize_int8, (whole[0, 0], of_rows), "dequantize_int8: codes: a number; wanted a tensor"),
+    ]  # fmt: skip
+    for call, args, words in calls:
+        for dtype in (torch.float64, torch.bfloat16):
+            with pytest.raises(ValueError, match=words):
+                call(*args, dtype)
+    for op, args in ((ops.linear_nf4, (codes, scales[:, :1])), (ops.linear_int8, (whole, of_rows[:5]))):
+        for n in (3, 20):
+            with pytest.raises(ValueError, match="scales"):
+                op.reference(torch.randn(n, 65), *args, None)
+    for n in (3, 20):
+        for way in (ops.linear_int8, ops.linear_int8.reference):
+            with pytest.raises(ValueError, match=r"bias: shape \(1\); wanted \(6\)"):
+                way(torch.randn(n, 65), whole, of_rows, torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize(("rows", "cols"), [(360, 411), (363, 416), (365, 413)])
+def test_a_gpus_product_has_whole_rows(kind: str, rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 bits, at multiples of 16 bytes: the same product, forward and backward, with a bias and without."""
+    if not available("cpu"):
+        pytest.skip("no kernels here")
+    op, (codes, scales, weight) = getattr(ops, f"linear_{kind}"), packed(kind, rows, cols, "cpu")
+    x, grad = weights((20, cols), torch.bfloat16, "cpu").requires_grad_(), weights((20, rows), torch.bfloat16, "cpu")
+    monkeypatch.setattr(linear, "has_low_units", lambda dtype: True)
+    seen: list[tuple[int, ...]] = []
+    product = F.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.extend((tuple(x.shape[1:]), tuple(weight.shape)))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", watched)
+    for bias in (None, weights((1, rows), torch.bfloat16, "cpu")[0]):
+        found = []
+        for gpu in (False, True):
+            monkeypatch.setattr(q, "on_gpu", lambda x, gpu=gpu: gpu)
+            seen.clear()
+            out = op(x, codes, scales, bias)
+            found.append((out, *torch.autograd.grad(out, x, grad)))
+            assert all(n % 8 == 0 for shape in seen for n in shape) == gpu and len(seen) == 4
+            assert all(t.is_contiguous() for t in found[-1])
+        wanted = product(x.detach().double(), weight, None if bias is None else bias.double())
+        for ours, exact, size in ((0, wanted, weight.abs().sum(1).max()), (1, grad.double() @ weight, weight.abs().sum(0).max())):
+            plain, whole = found[0][ours].double(), found[1][ours].double()
+            assert whole.shape == exact.shape
+            assert (whole - exact).abs().max() <= 1.1 * (plain - exact).abs().max() + 1e-6 * size
+        with pytest.raises(ValueError, match=r"columns|codes"):
+            op(torch.zeros(20, cols - 2, dtype=torch.bfloat16), codes, scales, bias)
 
 
 KINDS = [NF4Linear, Int8Linear]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kernels import call
+from ._kernels import call, shown
 from ._op import Kernel, op, raw, wide
 from .dropout import draw, factor, kept, share
 
@@ -26,8 +26,8 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    ends_q = [0, q.shape[1]] if lengths_q is None else lengths_q.tolist()
-    ends_k = [0, k.shape[1]] if lengths_k is None else lengths_k.tolist()
+    check(q, k, v, mask if lengths_q is None else None)
+    ends_q, ends_k = sequences(q, k, lengths_q, lengths_k)
     longest = max((b - a for a, b in pairwise(ends_k)), default=0)
     span = -(-longest // 128) * 128
     keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
@@ -39,6 +39,40 @@ def reference(
         left = keep[:, :, rows, :t] if keep is not None else None
         parts.append(one(q[:, rows], k[:, keys], v[:, keys], part, scale, causal, left, p))
     return torch.cat(parts, 1)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """A ValueError, in the kernel's words, if torch's functions would have to broadcast or cut one for another."""
+    if q.dim() != 4 or k.dim() != 4:
+        raise ValueError(f"attention: q and k have {q.dim()} and {k.dim()} dimensions; wanted 4")
+    if v.shape != k.shape:
+        raise ValueError(f"attention: v: shape {shown(v.shape)}; wanted {shown(k.shape)}")
+    (b, s, heads, d), (_, t, kv, _) = q.shape, k.shape
+    if (b, d) != (k.shape[0], k.shape[3]):
+        raise ValueError("attention: q and k differ in their batch or head dim")
+    if heads % kv if kv else heads:
+        raise ValueError(f"attention: {heads} heads are no multiple of {kv}")
+    if mask is not None and (mask.shape[-2] not in (1, s) or mask.shape[-1] not in (1, t)):
+        raise ValueError("attention: the mask does not fit: wanted (1|b, 1|heads, 1|s, t)")
+
+
+def sequences(q: Tensor, k: Tensor, lengths_q: Lengths, lengths_k: Lengths) -> tuple[list[int], list[int]]:
+    """Where the sequences in q and in k begin and end. A ValueError, in the kernel's words, if the lengths are not theirs."""
+    if (lengths_q is None) != (lengths_k is None):
+        raise ValueError("attention: lengths_q and lengths_k go together")
+    if lengths_q is None or lengths_k is None:
+        return [0, q.shape[1]], [0, k.shape[1]]
+    if len(q) != 1:
+        raise ValueError(f"attention: packed sequences are one row; this is a batch of {len(q)}")
+    if lengths_q.dim() != 1 or not len(lengths_q) or lengths_q.shape != lengths_k.shape:
+        raise ValueError("attention: lengths_q and lengths_k: one more than there are sequences, in both")
+    both: tuple[list[int], list[int]] = lengths_q.tolist(), lengths_k.tolist()
+    for ends, n in zip(both, (q.shape[1], k.shape[1]), strict=True):
+        if any(b < a for a, b in pairwise(ends)):
+            raise ValueError("attention: cumulative lengths must not fall")
+        if ends[0] != 0 or ends[-1] != n:
+            raise ValueError(f"attention: cumulative lengths must go from 0 to {n}")
+    return both
 
 
 def one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, keep: Tensor | None, p: float) -> Tensor:

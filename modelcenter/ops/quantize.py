@@ -16,7 +16,9 @@ dequantised to fp32, or to their original dtype, quantise to the same codes and 
 A product with up to 8 rows (decoding) reads only the codes, a quarter or a half of the bytes of a bf16 weight, and rounds no
 weight; nor does its gradient, for which the weight is dequantised in fp32. Any other product dequantises the weight into a buffer,
 once in the forward and once in the backward, and multiplies with torch's product: the extra memory is that of one weight in the
-dtype of the product, for as long as the product takes.
+dtype of the product, for as long as the product takes. On a GPU a product in 16 bits is several times slower where rows are no
+multiple of 8 long. There the weight and the activations are filled up with zeros, which takes a copy of the codes and one of the
+activations for as long.
 """
 
 import math
@@ -28,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import call, served
-from ._mode import transformed, without_autocast
+from ._kernels import call, served, shown
+from ._mode import on_gpu, transformed, without_autocast
 from ._op import FLOATS, Kernel, op, raw, unknown, wide
 from .linear import formed_in
 
@@ -42,6 +44,8 @@ GROUP = 64  # NF4 weights to a scale
 TINY = 2.0**-119  # a smaller scale is 0: 1/127 of it would be subnormal
 ZERO = 7  # NF4's code of 0
 FEW = 8  # rows of activations for which the codes are read in the product itself
+UNIT = 8  # 16-bit numbers in the 16 bytes that a GPU's product reads at once
+SMALL = 1 << 17  # weights below this are multiplied as fast as they are filled up
 
 
 def steps(like: Tensor) -> Tensor:
@@ -73,6 +77,7 @@ def quantize_nf4_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_nf4_reference(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    check(codes, scales, cols)
     levels = torch.tensor(LEVELS, dtype=scales.dtype, device=codes.device)
     index = torch.stack((codes >> 4, codes & 15), -1).flatten(-2)[..., :cols]
     return (levels[index.int()] * scales.repeat_interleave(GROUP, -1)[..., :cols]).to(dtype)
@@ -86,7 +91,20 @@ def quantize_int8_reference(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_int8_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    check(codes, scales)
     return (codes.to(scales.dtype) / steps(scales) * scales.unsqueeze(-1)).to(dtype)
+
+
+def check(codes: Tensor, scales: Tensor, cols: int | None = None) -> None:
+    """A ValueError in the kernels' words unless these belong together; `cols`: NF4's, how many weights a row has."""
+    name = "dequantize_int8" if cols is None else "dequantize_nf4"
+    if not codes.dim():
+        raise ValueError(f"{name}: codes: a number; wanted a tensor")
+    if cols is not None and codes.shape[-1] != (cols + 1) // 2:
+        raise ValueError(f"{name}: codes: wanted (.., cols / 2), rounded up")
+    wanted = (*codes.shape[:-1], *(() if cols is None else (-(-cols // GROUP),)))
+    if scales.shape != wanted:
+        raise ValueError(f"{name}: scales: shape {shown(scales.shape)}; wanted {shown(wanted)}")
 
 
 @raw("(Tensor x) -> (Tensor, Tensor)")
@@ -169,8 +187,55 @@ def unrounded(x: Tensor) -> torch.dtype:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight^T + bias, computed in the dtype of the weight and returned in that of x, whatever autocast says."""
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: shape {shown(bias.shape)}; wanted {shown(weight.shape[:1])}")
     with without_autocast(x.device):
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).to(x.dtype)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, cols: int) -> Tensor:
+    """`linear`, by a weight of which `rows` x `cols` are real and the rest zeros (`even`)."""
+    if weight.shape == (rows, cols):
+        return linear(x, weight, bias)
+    if x.shape[-1] != cols:
+        raise ValueError(f"x: {x.shape[-1]} columns; wanted {cols}, as the weight has")
+    bias = None if bias is None else filled(bias, weight.shape[0])
+    return linear(filled(x, weight.shape[1]), weight, bias)[..., :rows].contiguous()
+
+
+def filled(x: Tensor, cols: int, rows: int | None = None) -> Tensor:
+    """`x` with zeros behind its columns, up to `cols`, and behind its rows, up to `rows`."""
+    sides = 0, cols - x.shape[-1], 0, 0 if rows is None else rows - x.shape[0]
+    return F.pad(x, sides if sides[3] else sides[:2]) if any(sides) else x
+
+
+def even(codes: Tensor, cols: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The sizes with which a weight goes into a product in `dtype`: on a GPU such that rows begin at multiples of 16 bytes. Else it
+    takes five times as long (8192 x 4099 x 14336, one H200: 7.2 ms, and 1.4)."""
+    slow = on_gpu(codes) and dtype.itemsize == 2 and codes.shape[0] * cols >= SMALL
+    by = UNIT if slow else 1
+    return -(-codes.shape[0] // by) * by, -(-cols // by) * by
+
+
+def weight_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """The weight for `product`. What a code of 0 in a row's last group stands for is multiplied by zeros; in rows that were not
+    there the scales are zero."""
+    rows, wide = even(codes, cols, dtype)
+    if (rows, wide) != (codes.shape[0], cols):
+        check(codes, scales, cols)
+        codes, scales = filled(codes, -(-wide // 2), rows), filled(scales, scales.shape[1], rows)
+    weight: Tensor = dequantize_nf4_forward.direct(codes, scales, wide, dtype)
+    return weight
+
+
+def weight_int8(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """The same."""
+    rows, wide = even(codes, cols, dtype)
+    if (rows, wide) != codes.shape:
+        check(codes, scales)
+        codes, scales = filled(codes, wide, rows), filled(scales, rows)
+    weight: Tensor = dequantize_int8_forward.direct(codes, scales, dtype)
+    return weight
 
 
 def few(name: str, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -186,24 +251,24 @@ def few(name: str, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
 def linear_nf4_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     if math.prod(x.shape[:-1]) <= FEW:
         return few("product_nf4", x, codes, scales, bias)
-    return linear(x, dequantize_nf4_forward.direct(codes, scales, x.shape[-1], formed_in(x)), bias)
+    return product(x, weight_nf4(codes, scales, x.shape[-1], formed_in(x)), bias, codes.shape[0], x.shape[-1])
 
 
 @raw("(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
 def linear_int8_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     if math.prod(x.shape[:-1]) <= FEW:
         return few("product_int8", x, codes, scales, bias)
-    return linear(x, dequantize_int8_forward.direct(codes, scales, formed_in(x)), bias)
+    return product(x, weight_int8(codes, scales, codes.shape[1], formed_in(x)), bias, *codes.shape)
 
 
 @raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
 def linear_nf4_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
-    return linear(grad, dequantize_nf4_forward.direct(codes, scales, cols, unrounded(grad)).t(), None)
+    return product(grad, weight_nf4(codes, scales, cols, unrounded(grad)).t(), None, cols, codes.shape[0])
 
 
 @raw("(Tensor grad, Tensor codes, Tensor scales, SymInt cols) -> Tensor")
 def linear_int8_backward(grad: Tensor, codes: Tensor, scales: Tensor, cols: int) -> Tensor:
-    return linear(grad, dequantize_int8_forward.direct(codes, scales, unrounded(grad)).t(), None)
+    return product(grad, weight_int8(codes, scales, cols, unrounded(grad)).t(), None, cols, codes.shape[0])
 
 
 def saved(args: Sequence[Any], outs: Sequence[Tensor]) -> Sequence[Any]:
