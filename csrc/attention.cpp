@@ -312,7 +312,7 @@ struct Head {
     }
     int64_t row(int64_t i) const { return (batch * p.heads + head) * p.s + (p.packed() ? q0 : 0) + i; }  // of b h s
     int64_t queries(int64_t i) const { return ((q0 + i) * p.heads + head) * p.d; }                        // in q and out
-    int64_t keys() const { return (k0 * p.kv + head / p.group()) * p.d; }                                // in k and v
+    int64_t keys(int64_t kv) const { return (k0 * p.kv + kv) * p.d; }                                     // in k and v
     int64_t sees(int64_t i) const { return p.causal ? most(0, least(t, i + 1 + t - s)) : t; }            // keys of row i, without a mask
     int64_t hidden(int64_t i) const {                                                                    // the offset of row i of the mask
         const int64_t b = p.mask_b == 1 ? 0 : batch, h = p.mask_h == 1 ? 0 : head;
@@ -485,8 +485,8 @@ bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
         float* sums = scratch.take(ROWS * p.wide);
         float* x = scratch.take(ROWS * LINE);
         clear(q, 0, ROWS * p.wide);  // rows past the last are computed and not read; what they hold must be no subnormals
-        turned<PAIRS>(panels, static_cast<const T*>(p.k) + one.keys(), one.t, p.kv * p.d, p.d);
-        right<PAIRS>(values, static_cast<const T*>(p.v) + one.keys(), one.t, p.kv * p.d, p.d, p.wide);
+        turned<PAIRS>(panels, static_cast<const T*>(p.k) + one.keys(kv), one.t, p.kv * p.d, p.d);
+        right<PAIRS>(values, static_cast<const T*>(p.v) + one.keys(kv), one.t, p.kv * p.d, p.d, p.wide);
         for (int64_t g = 0; g < p.group(); g++) {
             const Head head(p, sequence, kv * p.group() + g);
             for (int64_t i = begin; i < end; i += ROWS) attend<PAIRS, T>(head, i, least(ROWS, end - i), panels, values, q, x, sums);
@@ -516,9 +516,9 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
     float* x = scratch.take(ROWS * LINE);
     float* dx = scratch.take(ROWS * LINE);
     float* pairs = PAIRS ? scratch.take(ROWS * LINE) : nullptr;  // x and dx, a row and the next
-    turned<PAIRS>(k_panels, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d);
-    turned<PAIRS>(v_panels, static_cast<const T*>(p.v) + one.keys(), t, p.kv * d, d);
-    right<PAIRS>(k, static_cast<const T*>(p.k) + one.keys(), t, p.kv * d, d, wide);
+    turned<PAIRS>(k_panels, static_cast<const T*>(p.k) + one.keys(kv), t, p.kv * d, d);
+    turned<PAIRS>(v_panels, static_cast<const T*>(p.v) + one.keys(kv), t, p.kv * d, d);
+    right<PAIRS>(k, static_cast<const T*>(p.k) + one.keys(kv), t, p.kv * d, d, wide);
     clear(dk, 0, t * wide);
     clear(dv, 0, t * wide);
     for (int64_t g = 0; g < p.group(); g++) {
@@ -588,8 +588,8 @@ void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratc
             }
         scatter(static_cast<T*>(p.dq) + h.queries(0), dq, s, step, d, wide, p.scale);
     }
-    scatter(static_cast<T*>(p.dk) + one.keys(), dk, t, p.kv * d, d, wide, PAIRS ? p.scale : 1.0f);
-    scatter(static_cast<T*>(p.dv) + one.keys(), dv, t, p.kv * d, d, wide, 1.0f);
+    scatter(static_cast<T*>(p.dk) + one.keys(kv), dk, t, p.kv * d, d, wide, PAIRS ? p.scale : 1.0f);
+    scatter(static_cast<T*>(p.dv) + one.keys(kv), dv, t, p.kv * d, d, wide, 1.0f);
 }
 
 template <bool PAIRS, class T>

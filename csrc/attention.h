@@ -520,14 +520,11 @@ void launch(Call& call, void (*kernel)(P...), int64_t blocks, A... args) {
     kernel<<<static_cast<unsigned>(blocks), L::THREADS, shared, static_cast<cudaStream_t>(call.stream)>>>(args...);
 }
 
-// The first two digits of a chip's number: 9.0 is 90. Turing multiplies fp16 alone.
+// The chip, or Turing if it runs what was compiled for that: 90 is Hopper. Turing multiplies fp16 alone.
 inline int check_chip(Call& call, Dtype dtype) {
     check_present(call, dtype);
-    int32_t device = 0, major = 0, minor = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    return 10 * major + minor;
+    const int chip = chip_here();
+    return modern(chip) ? chip : 75;
 }
 
 inline int64_t tiles(int64_t rows, int64_t each) { return (rows + each - 1) / each; }

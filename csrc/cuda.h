@@ -192,16 +192,32 @@ inline int multiprocessors() {
     return count;
 }
 
-// Refuses bf16 where there are no kernels that compute in it (half.h).
-inline void check_present(Call& call, Dtype dtype) {
-    static int found[64] = {};  // the first digits of compute capabilities
-    if (dtype != BF16) return;
-    int device = 0, major = 0;
+// The first two digits of the current device's number: 9.0 is 90.
+inline int chip_here() {
+    static int found[64] = {};
+    int device = 0, major = 0, minor = 0;
     cudaGetDevice(&device);
-    if (device < 64) major = found[device];
-    if (!major) cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (device < 64) found[device] = major;
-    if (major < 8) call.refuse("before compute capability 8.0 there are no kernels in bf16");
+    if (device < 64 && found[device]) return found[device];
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (device < 64) found[device] = 10 * major + minor;
+    return 10 * major + minor;
+}
+
+// Whether the code that a chip runs was compiled for sm_80 or later (`present`, half.h). It is the newest that this build has and that
+// is for no later chip: a build for sm_75 alone is compiled from its PTX on all that came after, and is still that of sm_75.
+inline bool modern(int chip) {
+    for (const int arch : {__CUDA_ARCH_LIST__})
+        if (arch >= 800 && arch <= 10 * chip) return true;
+    return false;
+}
+
+// Refuses bf16 where there are no kernels that compute in it.
+inline void check_present(Call& call, Dtype dtype) {
+    if (dtype != BF16) return;
+    const int chip = chip_here();
+    if (chip < 80) call.refuse("before compute capability 8.0 there are no kernels in bf16");
+    if (!modern(chip)) call.refuse("no kernels in bf16, as this build is for compute capabilities before 8.0 alone; the GPU's is %d.%d", chip / 10, chip % 10);
 }
 
 // Blocks for a loop over `items` with a grid stride: enough to fill the chip, not more than there is to do.

@@ -14,7 +14,7 @@ import torch
 from . import __version__
 from .errors import counted, size
 from .ops import _kernels
-from .ops._kernels import NOT, reach
+from .ops._kernels import NOT, older, reach
 from .ops.dropout import draw, dropout
 from .ops.linear import has_low_units
 from .train.environment import versions
@@ -54,9 +54,10 @@ def examine() -> dict[str, Any]:
         if not built.cuda_architectures and torch.version.cuda:
             advice.append(without_cuda())
         if cards and built.cuda_architectures:
-            lacking = [f"{c.major}{c.minor}" for c in cards if reach((c.major, c.minor), built.cuda_architectures) == NOT]
+            chips, archs = {(card.major, card.minor) for card in cards}, built.cuda_architectures
+            lacking = [f"{a}{b}" for a, b in sorted(chips) if reach((a, b), archs) == NOT or older((a, b), archs)]
             if lacking:
-                advice.append(f"kernels for this GPU: MODELCENTER_CUDA_ARCHS='{' '.join(sorted(set(lacking)))}' {AGAIN}")
+                advice.append(f"kernels for this GPU: MODELCENTER_CUDA_ARCHS='{' '.join(lacking)}' {AGAIN}")
         if "one thread" in found["cpu_kernels"]:
             advice.append("kernels on every core: a torch that is built with libgomp, as its Linux wheels are")
     if not cards and (hidden := unseen_gpus()):

@@ -223,3 +223,20 @@ def test_what_reaches_what() -> None:
     assert doctor.reach((8, 0), "86") == doctor.NOT
     assert doctor.reach((12, 1), "90") == "kernels compiled by the driver at their first use"
     assert doctor.reach((9, 0), "80 100") == doctor.NOT
+    assert doctor.reach((9, 0), "75") == f"{doctor.reach((12, 1), '90')}, none in bf16 (they were built for GPUs before sm_80)"
+    assert [_kernels.newest(chip, "75 80 90") for chip in ((7, 0), (8, 6), (9, 0), (12, 0))] == [0, 80, 90, 90]
+
+
+def test_a_gpu_that_runs_what_was_built_for_older_ones(
+    card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ops in bf16 are left to the references there; the advice names the architecture that would have kernels."""
+    new = SimpleNamespace(name="New", major=9, minor=0, total_memory=2**34)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: new)
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures="75"))
+    monkeypatch.setattr(doctor, "runs", lambda device: "they run")
+    monkeypatch.setattr(doctor, "automatic_precision", lambda device: "bf16" if device.type == "cuda" else "fp32")
+    found = said(capsys)
+    assert found["gpu_kernels"] == [f"New: {doctor.reach((9, 0), '75')}: they run"] and "none in bf16" in found["gpu_kernels"][0]
+    assert any("MODELCENTER_CUDA_ARCHS='90'" in line for line in found["advice"])

@@ -448,6 +448,57 @@ def test_heads_of_every_width_before_ampere(attention: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+OLDER = """
+from emulate import pretend
+pretend.pretend()
+import torch
+from contract import kernels_called
+from modelcenter import ops
+x, seed = torch.ones(64), torch.tensor([3])
+for dtype, kernels in ((torch.float16, ["dropout"]), (torch.bfloat16, [])):
+    with kernels_called() as called:
+        out = ops.dropout(x.to(dtype), None, seed, 0.5)
+    assert [name for name, _ in called] == kernels, f"{dtype}: {called}"
+    assert torch.equal(out, ops.dropout.reference(x.to(dtype), None, seed, 0.5))
+try:
+    ops.dropout.kernel.forward.direct(x.bfloat16(), None, seed, 0.5)
+except ValueError as error:
+    print(error)
+"""
+BEFORE_AMPERE = "dropout: no kernels in bf16, as this build is for compute capabilities before 8.0 alone; the GPU's is {}"
+
+
+def test_a_build_for_turing_alone_on_a_later_gpu(tmp_path: Path) -> None:
+    """Runs what was compiled for sm_75, where kernels for bf16 are empty: the references compute, and a kernel refuses."""
+    kernels = build(tmp_path, CSRC, ("-O0",), ("dropout",), "75")
+    for chip, name in ((HOPPER, "9.0"), (AMPERE, "8.0")):
+        done = python(kernels, "-c", OLDER, chip=chip)
+        assert done.returncode == 0 and done.stdout.strip() == BEFORE_AMPERE.format(name), done.stdout + done.stderr[-3000:]
+
+
+TILES = """
+from emulate import pretend
+pretend.pretend()
+import hashlib
+import torch
+from modelcenter.ops.relative_attention import relative_attention
+torch.manual_seed(0)
+pretend.ORDERS = (0,)
+q, k, v = (torch.randn(1, 200, 1, 96).half() for _ in range(3))
+out = relative_attention(q, k, v, None, None, None, None, None, 200, 200, 0, 0, 0.5, False, None, 0.0)
+print(hashlib.sha256(out.numpy().tobytes()).hexdigest())
+"""
+
+
+@slow
+def test_attention_of_a_build_for_turing_alone(tmp_path: Path) -> None:
+    """Has the tiles of that chip on any later one, bit by bit, as there is no code for others; a build for both does not."""
+    found = {archs: [python(build(tmp_path / archs, CSRC, ("-O0",), ("attention",), archs), "-c", TILES, chip=chip).stdout
+                     for chip in (TURING, AMPERE, HOPPER)] for archs in ("75", "75 80 90")}  # fmt: skip
+    assert found["75"][0] and found["75"] == [found["75"][0]] * 3
+    assert len({*found["75 80 90"]}) > 1 and found["75 80 90"][0] == found["75"][0]
+
+
 @slow
 @pytest.mark.parametrize("mutant", FAR, ids=[mutant.name for mutant in FAR])
 def test_mutant_of_far_tiles(mutant: Far, attention: Path, tmp_path: Path) -> None:

@@ -108,6 +108,27 @@ def test_backward_twice_and_accumulated() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_behind_a_row_of_logits_is_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN's product in bf16 reads it if the vocabulary is odd: gradients were NaN where memory was."""
+    multiply, behind = module.multiply, list[Tensor]()
+
+    def watched(out: Tensor, a: Tensor, b: Tensor, *rest: float) -> None:
+        behind.extend(t._base[:, t.size(1) :] for t in (out, a) if t._base is not None and t.size(1) == 7 < t._base.size(1))
+        multiply(out, a, b, *rest)
+
+    monkeypatch.setattr(module, "multiply", watched)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        x, weight, _, labels = made(12, 5, 7, dtype)
+        grads = torch.autograd.grad(op(x, weight, None, labels), (x, weight))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert len(behind) == 2 and not any(t.count_nonzero() for t in behind) and all(g.isfinite().all() for g in grads)
+
+
+@compiled
 def test_the_gradient_of_the_weight_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     args, scaled, call = made(12, 5, 9), [], module.call
 

@@ -60,6 +60,7 @@ def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytes
     monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures="75 80"))
     monkeypatch.setattr(_kernels, "COVERED", {0: True, 1: True})
     monkeypatch.setattr(_kernels, "GENERATIONS", {0: (7, 5), 1: (8, 9)})
+    monkeypatch.setattr(_kernels, "CODES", {})
     silu = object.__new__(Op)
     silu.__dict__.update(vars(ops.silu), reference=lambda *args: "reference")
     with FakeTensorMode():
@@ -70,10 +71,35 @@ def test_before_ampere_ops_in_bf16_have_no_kernel(index: int, monkeypatch: pytes
             assert _op.look((x.float(), None, dtype))[2] is fits
 
 
+@pytest.mark.parametrize(("built", "bf16", "hopper"), [
+    ("75", False, False), ("75 80", True, False), ("80", True, False), ("75 90", True, True), ("75 80 90 100", True, True),
+])  # fmt: skip
+def test_a_build_for_older_gpus_on_a_newer_one(built: str, bf16: bool, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU can do is what the newest code can do that it runs. Before sm_80 there is none in bf16, which is said once."""
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(cuda_architectures=built))
+    for known in ("COVERED", "GENERATIONS", "CODES"):
+        monkeypatch.setattr(_kernels, known, {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    silu = object.__new__(Op)
+    silu.__dict__.update(vars(ops.silu), reference=lambda *args: "reference")
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for dtype, fits in ((torch.bfloat16, bf16), (torch.float16, True), (torch.bfloat16, bf16)):
+            x, bias = (torch.empty(shape, device="cuda:0", dtype=dtype) for shape in ((4, 8), (8,)))
+            assert silu.fast(x) is fits and isinstance(silu(x, bias), torch.Tensor) is fits
+            q = torch.empty(1, 4, 2, 64, device="cuda:0", dtype=dtype)
+            assert takes(q, q, q, torch.empty(2, 7, device="cuda:0")) is fits
+    assert _kernels.modern(0) and _kernels.hopper(0) is hopper
+    said = ["modelcenter's kernels are for sm_75; GPU 0 is sm_90 and computes in bf16 with the references: `modelcenter doctor`"]
+    assert [str(w.message) for w in seen] == ([] if bf16 else said)
+
+
 @pytest.mark.parametrize("dim", [40, 64, 80, 96, 128])
 def test_before_ampere_attention_has_kernels_in_fp16(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For heads of every width; bf16 begins with Ampere."""
     monkeypatch.setattr(_kernels, "GENERATIONS", {0: (7, 5), 1: (8, 9)})
+    monkeypatch.setattr(_kernels, "CODES", {})
     with FakeTensorMode():
         for index, dtype, fits in ((0, torch.float16, True), (0, torch.bfloat16, False), (1, torch.bfloat16, True)):
             q = torch.empty(1, 4, 2, dim, device=f"cuda:{index}", dtype=dtype)

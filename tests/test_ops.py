@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import multiprocessing
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -348,3 +350,94 @@ def test_a_share_between_two_thresholds_is_rounded_up(odd: int) -> None:
     """16 bits decide what is dropped; kernels for the CPU once took the even one of two that are as near."""
     x, seed, p = torch.ones(100_000), torch.tensor([7]), odd * 2.0**-17
     assert torch.equal(ops.dropout(x, None, seed, p), OPS["dropout"].reference(x, None, seed, p))
+
+
+X, ROW, SEED = torch.ones(3, 4), torch.ones(4), torch.tensor([7])
+CODES, SCALES = torch.zeros(5, 4, dtype=torch.int8), torch.ones(5)
+KINDS = "wanted float32 or float16 or bfloat16"
+REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
+    ("dropout", (X, torch.ones(1, 4), SEED, 0.5), "dropout: residual: shape (1, 4); wanted (3, 4)"),
+    ("dropout", (X, torch.ones(4, 3), SEED, 0.5), "dropout: residual: shape (4, 3); wanted (3, 4)"),
+    ("dropout", (X.int(), None, SEED, 0.5), f"dropout: x: torch.int32; {KINDS}"),
+    ("dropout", (X, X.long(), SEED, 0.5), f"dropout: residual: torch.int64; {KINDS}"),
+    ("dropout", (X, None, torch.tensor([7, 8]), 0.5), "dropout: seed: shape (2); wanted (1)"),
+    ("dropout", (X, None, torch.tensor(7), 0.5), "dropout: seed: shape (); wanted (1)"),
+    ("dropout", (X, None, SEED.int(), 0.5), "dropout: seed: torch.int32; wanted int64"),
+    ("rms_norm", (X, torch.ones(1), 1e-6), "norm: weight: shape (1); wanted (4)"),
+    ("rms_norm", (X, torch.ones(3, 4), 1e-6), "norm: weight: shape (3, 4); wanted (4)"),
+    ("rms_norm", (X, ROW, math.nan), "norm: eps: nan; wanted a finite number"),
+    ("rms_norm", (X[0, 0], ROW, 1e-6), "norm: weight: shape (4); wanted ()"),
+    ("rms_norm", (X.bool(), ROW, 1e-6), f"norm: x: torch.bool; {KINDS}"),
+    ("layer_norm", (X, torch.ones(3, 4), torch.ones(3, 4), 1e-6), "norm: weight: shape (3, 4); wanted (4)"),
+    ("layer_norm", (X, ROW, torch.ones(5), 1e-6), "norm: bias: shape (5); wanted (4)"),
+    ("add_rms_norm", (X, X[:1], ROW, 1e-6, None, 0.0), "norm: residual: shape (1, 4); wanted (3, 4)"),
+    ("add_rms_norm", (X[:1], X, ROW, 1e-6, SEED, 0.1), "norm: residual: shape (3, 4); wanted (1, 4)"),
+    ("add_layer_norm", (X, X, ROW, ROW, 1e-6, torch.tensor([[7]]), 0.1), "norm: seed: shape (1, 1); wanted (1)"),
+    ("gelu", (X.int(), ROW), f"activation: x: torch.int32; {KINDS}"),
+    ("relu", (X.long(), ROW), f"activation: x: torch.int64; {KINDS}"),
+    ("swiglu", (X.int(), X.int()), f"gated: gate: torch.int32; {KINDS}"),
+    ("rotary", (X.int()[None, :, None], *[torch.ones(1, 3, 1, 2)] * 2, False), f"rotary: y: torch.int32; {KINDS}"),
+    ("embedding", (torch.tensor([[0, 1], [2, 3]]), X, None), "embedding: id 3; the table has 3 rows"),
+    ("embedding", (torch.tensor([0, -1, 9]), X, 0), "embedding: id -1; the table has 3 rows"),
+    ("embedding", (torch.tensor([0]), X.int(), None), f"embedding: table: torch.int32; {KINDS}"),
+    ("cross_entropy", (X, torch.tensor([0, IGNORE, 4])), "cross_entropy: labels[2] is 4; wanted 0 to 3, or -100 to ignore it"),
+    ("cross_entropy", (X, torch.tensor([-1, 1, 4]), 0.1), "cross_entropy: labels[0] is -1; wanted 0 to 3, or -100 to ignore it"),
+    ("cross_entropy", (X, torch.tensor([0, 1, 2]), 0.0, math.inf), "cross_entropy: z: inf; wanted a finite number"),
+    ("linear_int8", (X, CODES.short(), SCALES, None), "linear_int8: codes: torch.int16; wanted int8"),
+    ("linear_int8", (X[:, :3], CODES, SCALES, None), "linear_int8: codes: shape (5, 4); wanted (rows, 3) for x of 3 columns"),
+    ("linear_int8", (X, CODES, SCALES[:1], None), "linear_int8: scales: shape (1); wanted (5)"),
+    ("linear_int8", (X, CODES, SCALES, torch.ones(1)), "linear_int8: bias: shape (1); wanted (5)"),
+    ("linear_nf4", (X, CODES.view(torch.uint8), SCALES[:, None], None), "linear_nf4: codes: shape (5, 4); wanted (rows, 2) for x"),
+    ("linear_nf4", (X, CODES.view(torch.uint8)[:, :2], SCALES, None), "linear_nf4: scales: shape (5); wanted (5, 1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "args", "words"), REFUSED, ids=[words.partition(";")[0] for *_, words in REFUSED])
+def test_what_the_kernel_refuses_the_reference_refuses(name: str, args: tuple[Any, ...], words: str) -> None:
+    """In one sentence: torch's functions would broadcast, round, or say it in their own. In float64 there is no kernel."""
+    op, kind = OPS[name], torch.float64
+    wider = [a.to(kind) if isinstance(a, Tensor) and a.dtype == torch.float32 and a is not SCALES else a for a in args]
+    for way, given in ((op, args), (op.reference, args), (op, wider)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            way(*given)
+
+
+MASKS = [
+    (ONES[:, :5, :1, :].bool().transpose(1, 3), "the mask does not fit: wanted (1|b, 1|heads, 1|s, t)"),
+    (torch.ones(2, 1, 6, 6), "the mask does not fit: wanted (1|b, 1|heads, 1|s, t)"),
+    (torch.ones(1, 3, 6, 6), "the mask does not fit: wanted (1|b, 1|heads, 1|s, t)"),
+    (torch.ones(6, 6), "the mask has 2 dimensions; wanted 4"),
+    (torch.ones(1, 1, 6, 6).int(), f"mask: torch.int32; {KINDS} or bool"),
+]
+
+
+@pytest.mark.parametrize(("mask", "words"), MASKS, ids=[f"{tuple(mask.shape)} {mask.dtype}" for mask, _ in MASKS])
+def test_a_mask_that_does_not_fit(mask: Tensor, words: str) -> None:
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
+            ops.attention(*[ONES.to(dtype)] * 3, mask, None, None, 1.0, False, None, 0.0)
+
+
+def test_scales_and_seeds_of_attention() -> None:
+    for dtype in (torch.float32, torch.float64):
+        for scale, seed, words in (
+            (math.nan, None, "scale: nan; wanted a finite number"), (1.0, SEED.int(), "seed: torch.int32; wanted int64"),
+            (1.0, torch.tensor([7, 8]), "seed: shape (2); wanted (1)"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
+                ops.attention(*[ONES.to(dtype)] * 3, None, None, None, scale, False, seed, 0.5)
+
+
+def headless() -> None:
+    q, k = torch.ones(1, 3, 0, 4, requires_grad=True), torch.ones(1, 5, 2, 4, requires_grad=True)
+    out = ops.attention(q, k, k * 1, None, None, None, 1.0, False, None, 0.0)
+    grads = torch.autograd.grad(out, (q, k), torch.ones_like(out))
+    assert out.shape == q.shape and grads[0].shape == q.shape and not grads[1].any()
+
+
+def test_queries_without_heads() -> None:
+    """The kernel's backward divided by their number, which ended Python: each head of the keys gets a gradient of zeros."""
+    process = multiprocessing.get_context("fork").Process(target=headless)
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0

@@ -93,9 +93,28 @@ def call(name: str, *args: Any) -> None:
     getattr(_C.cuda if tensor.is_cuda else _C.cpu, name)(*args)
 
 
+FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
+SEED: tuple[torch.dtype, ...] = (torch.int64,)
+
+
 def shown(shape: Sequence[int]) -> str:
     """A shape as the kernels' messages have it."""
     return f"({', '.join(map(str, shape))})"
+
+
+def expect(kernel: str, name: str, x: Tensor, shape: Sequence[int] | None = None, kinds: Sequence[torch.dtype] = FLOATS) -> None:
+    """A ValueError in the words of a kernel unless it takes `x`, of this shape, or if it is float64 in place of a float: for a
+    reference, whose functions of torch would broadcast another shape, and round where integers are."""
+    if x.dtype not in kinds and not (x.dtype == torch.float64 and torch.float32 in kinds):
+        raise ValueError(f"{kernel}: {name}: {x.dtype}; wanted {' or '.join(str(kind).removeprefix('torch.') for kind in kinds)}")
+    if shape is not None and x.shape != torch.Size(shape):
+        raise ValueError(f"{kernel}: {name}: shape {shown(x.shape)}; wanted {shown(shape)}")
+
+
+def finite(kernel: str, name: str, number: float) -> None:
+    """The same for a number."""
+    if not abs(number) < math.inf:  # a compiler knows no isfinite of a number that it does not know
+        raise ValueError(f"{kernel}: {name}: {number:f}; wanted a finite number")
 
 
 def available(device: str, index: int = 0) -> bool:
@@ -127,16 +146,30 @@ def warned(device: str) -> bool:
 
 
 NOT = "no kernels"
+AMPERE = (8, 0)
+
+
+def newest(capability: tuple[int, int], architectures: str) -> int:
+    """Of the `architectures` that kernels were built for the one whose code a GPU runs, 0 if none: machine code runs on later chips
+    of its generation, and the PTX of the last is compiled by the driver for all later ones."""
+    numbers = [int(a) for a in architectures.split()]
+    mine = capability[0] * 10 + capability[1]
+    own = [a for a in numbers if a // 10 == capability[0] and a <= mine]
+    return max(own or [a for a in numbers if mine > max(numbers)], default=0)
+
+
+def older(capability: tuple[int, int], architectures: str) -> bool:
+    """Whether the kernels that a GPU of the Ampere generation or later runs were built for earlier ones alone: none is in bf16."""
+    return capability >= AMPERE and 0 < newest(capability, architectures) < 80
 
 
 def reach(capability: tuple[int, int], architectures: str) -> str:
-    """Whether kernels built for `architectures` run on a GPU: machine code runs on later chips of its generation, and the PTX of
-    the last architecture is compiled by the driver for all later ones."""
-    numbers = [int(a) for a in architectures.split()]
-    mine = capability[0] * 10 + capability[1]
-    if any(a // 10 == capability[0] and a <= mine for a in numbers):
+    """Whether kernels built for `architectures` run on a GPU."""
+    found = newest(capability, architectures)
+    if found // 10 == capability[0]:
         return "kernels built for it"
-    return "kernels compiled by the driver at their first use" if mine > max(numbers) else NOT
+    without = ", none in bf16 (they were built for GPUs before sm_80)" if older(capability, architectures) else ""
+    return f"kernels compiled by the driver at their first use{without}" if found else NOT
 
 
 COVERED: dict[int, bool] = {}  # by the number of a GPU
@@ -149,10 +182,11 @@ def covered(index: int) -> bool:
         if not torch.cuda.is_available():
             return True
         chip, built = torch.cuda.get_device_capability(index), _C.cuda_architectures
-        COVERED[index] = reach(chip, built) != NOT
-        if not COVERED[index]:
+        COVERED[index] = bool(newest(chip, built))
+        if not COVERED[index] or older(chip, built):
             names = ", ".join(f"sm_{arch}" for arch in built.split())
-            warnings.warn(f"modelcenter's kernels are for {names}; GPU {index} is sm_{chip[0]}{chip[1]} and computes with the "
+            which = "in bf16 with" if COVERED[index] else "with"
+            warnings.warn(f"modelcenter's kernels are for {names}; GPU {index} is sm_{chip[0]}{chip[1]} and computes {which} the "
                           "references: `modelcenter doctor`", stacklevel=4)  # fmt: skip
     return COVERED[index]
 
@@ -164,11 +198,11 @@ covered._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a functi
 def served(x: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there are kernels for the device and the dimensions of `x` that compute in `dtype`."""
     index = x.get_device()
-    return available(x.device.type, index) and x.dim() <= DIMS and (dtype != torch.bfloat16 or not x.is_cuda or modern(index))
+    return available(x.device.type, index) and x.dim() <= DIMS and (dtype != torch.bfloat16 or not x.is_cuda or in_bf16(index))
 
 
-AMPERE = (8, 0)
 GENERATIONS: dict[int, tuple[int, int]] = {}  # by the number of a GPU
+CODES: dict[int, int] = {}  # the same
 
 
 def generation(index: int) -> tuple[int, int]:
@@ -181,15 +215,33 @@ def generation(index: int) -> tuple[int, int]:
     return GENERATIONS[index]
 
 
+def code(index: int) -> int:
+    """The architecture for which the kernels that GPU `index` runs were built: 80 on a later chip if the build has no newer ones.
+    Without kernels for GPUs it is the chip's own."""
+    if index not in CODES:
+        chip, built = generation(index), _C.cuda_architectures if _C is not None else ""
+        if index not in GENERATIONS or not built:
+            return 10 * chip[0] + chip[1]
+        CODES[index] = newest(chip, built)
+    return CODES[index]
+
+
 def modern(index: int) -> bool:
-    """Whether GPU `index` is of the Ampere generation or later: earlier ones have no kernels for ops in bf16."""
+    """Whether GPU `index` is of the Ampere generation or later."""
     return generation(index) >= AMPERE
 
 
+def in_bf16(index: int) -> bool:
+    """Whether there are kernels for ops in bf16: earlier generations have none, nor has a build for them alone on a later GPU."""
+    return code(index) >= 80
+
+
 def hopper(index: int) -> bool:
-    return generation(index) == (9, 0)
+    """Whether GPU `index` runs what was built for Hopper."""
+    return code(index) == 90
 
 
 # Truths, for the compiler of torch 2.11 does not compare pairs of numbers.
 modern._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `covered`
+in_bf16._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the same
 hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the same

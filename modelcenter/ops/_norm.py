@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kernels import call
+from ._kernels import call, expect, finite
 from ._mode import once, plain, unseen
 from ._op import Op, raw
 from .dropout import draw, dropout
@@ -26,7 +26,18 @@ Forward = tuple[Tensor, Tensor, Tensor]
 
 def add(x: Tensor, residual: Tensor, seed: Tensor | None, p: float) -> Tensor:
     """The total, as the references compute it."""
-    return (residual + x).to(residual.dtype) if seed is None else dropout.reference(x, residual, seed, p)
+    expect("norm", "x", x)
+    expect("norm", "residual", residual, x.shape)
+    return (residual + x).to(residual.dtype) if seed is None else dropout.reference(x, residual, seed, p, "norm")
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    """A ValueError, in the kernel's words, if torch's functions would have to broadcast, or to norm several axes."""
+    expect("norm", "x", x)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            expect("norm", name, parameter, x.shape[-1:], (parameter.dtype,))
+    finite("norm", "eps", eps)
 
 
 def forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, seed: Tensor | None, p: float,
@@ -48,6 +59,8 @@ def takes(x: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
     """Whether there is a kernel for these dtypes; not every combination has one (csrc/norm.h: known). On CUDA, rows that are not
     aligned use it if everything is in half precision and no row is too long; otherwise it is slower than torch
     (benchmarks/README.md)."""
+    if not total.dim():
+        return False
     out, dim = dtype or total.dtype, total.size(-1)
     if total.dtype != torch.float32:
         fits = x.dtype == total.dtype == out

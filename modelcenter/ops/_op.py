@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._kernels import DIMS, available, modern, served
+from ._kernels import DIMS, FLOATS, available, in_bf16, served
 from ._mode import PLAIN, PRETENCE, once, transformed, unseen
 from ._shard import on_shards
 
 OPS: dict[str, "Op"] = {}
 RAWS: dict[str, "Raw"] = {}
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = frozenset((*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.bool))  # what kernels may take
 LIBRARY = torch.library.Library("modelcenter", "DEF")
 HOLE = object()  # stands for a tensor that autograd keeps
@@ -86,7 +85,7 @@ def look(args: Sequence[Any]) -> tuple[str, bool, bool, bool, int]:
             low = True
         if a.requires_grad:
             grad = True
-    if low and index >= 0 and not modern(index):
+    if low and index >= 0 and not in_bf16(index):
         known = False
     return device, plain, known, grad, index
 

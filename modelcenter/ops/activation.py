@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import call
+from ._kernels import call, expect
 from ._mode import on_gpu
 from ._op import Kernel, Op, Raw, op, raw, wide
 
@@ -61,6 +61,7 @@ def plain(name: str, act: Callable[[Tensor], Tensor]) -> Op:
     kind = KINDS[name]
 
     def reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        expect("activation", "x", x)
         return act(x) if bias is None else act(wide(x) + bias).to(x.dtype)
 
     def forward(x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -115,6 +116,7 @@ def gated(name: str, act: Op) -> Op:
     kind = KINDS[act.name]
 
     def reference(gate: Tensor, up: Tensor) -> Tensor:
+        expect("gated", "gate", gate)
         out: Tensor = act.reference(wide(gate)) * up
         return out.to(gate.dtype)
 

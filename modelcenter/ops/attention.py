@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kernels import call, shown
+from ._kernels import FLOATS, call, expect, finite, shown
 from ._op import Kernel, op, raw, wide
 from .dropout import draw, factor, kept, share
 
@@ -26,11 +26,14 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lengths_q: Lengths, lengths_k: Lengths,
     scale: float, causal: bool, seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    check(q, k, v, mask if lengths_q is None else None)
+    check(q, k, v)
     ends_q, ends_k = sequences(q, k, lengths_q, lengths_k)
-    longest = max((b - a for a, b in pairwise(ends_k)), default=0)
+    longest_q, longest = (max([0, *(b - a for a, b in pairwise(ends))]) for ends in (ends_q, ends_k))
+    if mask is not None:
+        check_mask(mask, q.shape[0], q.shape[2], longest_q, longest, lengths_q is not None)
+    finite("attention", "scale", scale)
     span = -(-longest // 128) * 128
-    keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
+    keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p, "attention") if seed is not None else None
     parts = [q[:, :0]]
     for i in range(len(ends_q) - 1):
         rows, keys = slice(ends_q[i], ends_q[i + 1]), slice(ends_k[i], ends_k[i + 1])
@@ -41,18 +44,28 @@ def reference(
     return torch.cat(parts, 1)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """A ValueError, in the kernel's words, if torch's functions would have to broadcast or cut one for another."""
+    expect("attention", "q", q)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(f"attention: q and k have {q.dim()} and {k.dim()} dimensions; wanted 4")
     if v.shape != k.shape:
         raise ValueError(f"attention: v: shape {shown(v.shape)}; wanted {shown(k.shape)}")
-    (b, s, heads, d), (_, t, kv, _) = q.shape, k.shape
-    if (b, d) != (k.shape[0], k.shape[3]):
+    heads, kv = q.shape[2], k.shape[2]
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError("attention: q and k differ in their batch or head dim")
     if heads % kv if kv else heads:
         raise ValueError(f"attention: {heads} heads are no multiple of {kv}")
-    if mask is not None and (mask.shape[-2] not in (1, s) or mask.shape[-1] not in (1, t)):
+
+
+def check_mask(mask: Tensor, b: int, heads: int, s: int, t: int, packed: bool) -> None:
+    """The same for the mask. Of packed sequences, whose longest has s queries and t keys, it may hold more."""
+    expect("attention", "mask", mask, None, (*FLOATS, torch.bool))
+    if mask.dim() != 4:
+        raise ValueError(f"attention: the mask has {mask.dim()} dimensions; wanted 4")
+    batch, each, rows, keys = mask.shape
+    fits = rows in (1, s) and keys in (1, t) if not packed else (rows == 1 or rows >= s) and (keys == 1 or keys >= t)
+    if batch not in (1, b) or each not in (1, heads) or not fits:
         raise ValueError("attention: the mask does not fit: wanted (1|b, 1|heads, 1|s, t)")
 
 
@@ -66,6 +79,8 @@ def sequences(q: Tensor, k: Tensor, lengths_q: Lengths, lengths_k: Lengths) -> t
         raise ValueError(f"attention: packed sequences are one row; this is a batch of {len(q)}")
     if lengths_q.dim() != 1 or not len(lengths_q) or lengths_q.shape != lengths_k.shape:
         raise ValueError("attention: lengths_q and lengths_k: one more than there are sequences, in both")
+    for name, lengths in (("lengths_q", lengths_q), ("lengths_k", lengths_k)):
+        expect("attention", name, lengths, None, (torch.int64, torch.int32))
     both: tuple[list[int], list[int]] = lengths_q.tolist(), lengths_k.tolist()
     for ends, n in zip(both, (q.shape[1], k.shape[1]), strict=True):
         if any(b < a for a, b in pairwise(ends)):
@@ -144,7 +159,7 @@ def backward(grad: Tensor, *rest: Any) -> Sequence[Tensor | None]:
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any) -> bool:
-    if mask is not None and (mask.dim() != 4 or mask.shape[3] == 1 != k.shape[1]):
+    if not q.dim() == k.dim() == 4 or (mask is not None and (mask.dim() != 4 or mask.shape[3] == 1 != k.shape[1])):
         return False  # the kernel does not spread one key's mask over all
     return q.dtype == k.dtype == v.dtype and share(rest[-1])
 

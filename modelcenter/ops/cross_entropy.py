@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import call
+from ._kernels import call, expect, finite
 from ._op import Kernel, op, raw, wide
+from .embedding import first_outside
 
 IGNORE = -100  # as torch and transformers
 
@@ -28,8 +29,17 @@ def ignored(labels: Tensor) -> float:
 def reference(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z: float = 0.0) -> Tensor:
     if not 0 <= smoothing <= 1:
         raise ValueError(f"label smoothing of {smoothing}: wanted 0 to 1")
+    expect("cross_entropy", "logits", logits)
+    finite("cross_entropy", "z", z)
     logits = wide(logits)
-    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    try:
+        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    except IndexError as error:
+        last = logits.shape[-1] - 1
+        if logits.dim() != 2 or (found := first_outside(labels, last + 1, IGNORE)) is None:
+            raise
+        wanted = f"wanted 0 to {last}, or {IGNORE} to ignore it"
+        raise ValueError(f"cross_entropy: labels[{found[0]}] is {found[1]}; {wanted}") from error
     if z:
         loss = loss + z * logits.logsumexp(1).square().masked_fill(labels == IGNORE, 0).sum()
     return loss

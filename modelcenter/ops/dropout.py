@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._graph import drawn
-from ._kernels import call
+from ._kernels import SEED, call, expect
 from ._op import Kernel, op, raw, wide
 
 LOW = 0xFFFFFFFF
@@ -43,8 +43,9 @@ def multiply(m: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
-def kept(shape: torch.Size, seed: Tensor, p: float) -> Tensor:
-    """The mask itself (bool)."""
+def kept(shape: torch.Size, seed: Tensor, p: float, kernel: str = "dropout") -> Tensor:
+    """The mask itself (bool). `kernel`: of which a wrong seed is told."""
+    expect(kernel, "seed", seed, (1,), SEED)
     return bits(shape.numel(), seed).view(shape) >= threshold(p)
 
 
@@ -66,13 +67,11 @@ def factor(p: float) -> float:
     return 65536 / left if left else 0.0
 
 
-def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Dropout alone, in at least fp32."""
-    return torch.where(kept(x.shape, seed, p), wide(x) * factor(p), 0)
-
-
-def reference(x: Tensor, residual: Tensor | None, seed: Tensor, p: float) -> Tensor:
-    out = dropped(x, seed, p)
+def reference(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, kernel: str = "dropout") -> Tensor:
+    expect(kernel, "x", x)
+    if residual is not None:
+        expect(kernel, "residual", residual, x.shape)
+    out = torch.where(kept(x.shape, seed, p, kernel), wide(x) * factor(p), 0)
     return out.to(x.dtype) if residual is None else (out + wide(residual)).to(residual.dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import DIMS, call
+from ._kernels import DIMS, call, expect
 from ._mode import fake
 from ._op import Kernel, op, raw
 from ._tied import of_rows, summed_to_whole
@@ -21,7 +21,23 @@ RUN = 32  # tokens, sorted by row, that a block adds up; csrc/embedding.cu
 
 
 def reference(ids: Tensor, table: Tensor, pad: int | None) -> Tensor:
-    return untrained(F.embedding(ids, table), ids, pad)
+    expect("embedding", "table", table)
+    try:
+        return untrained(F.embedding(ids, table), ids, pad)
+    except (IndexError, RuntimeError) as error:
+        if (found := first_outside(ids, len(table))) is None:
+            raise
+        raise ValueError(f"embedding: id {found[1]}; the table has {len(table)} rows") from error
+
+
+def first_outside(ids: Tensor, count: int, *others: int) -> tuple[int, int] | None:
+    """Which of the integers is the first that is neither from 0 to below `count` nor among `others`, and what it is. On the CPU
+    alone: elsewhere the host does not wait to check."""
+    if not ids.is_cpu or fake(ids) or ids.is_floating_point():
+        return None
+    flat, known = ids.reshape(-1), torch.tensor(others, dtype=torch.int64)
+    odd = (((flat < 0) | (flat >= count)) & ~torch.isin(flat, known)).nonzero()
+    return (int(odd[0]), int(flat[odd[0]])) if len(odd) else None
 
 
 def untrained(out: Tensor, ids: Tensor, pad: int | None) -> Tensor:

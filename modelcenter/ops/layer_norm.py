@@ -20,6 +20,7 @@ from .dropout import share
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    _norm.check(x, weight, bias, eps)
     return F.layer_norm(wide(x), weight.shape, wide(weight), None if bias is None else wide(bias), eps).to(dtype or x.dtype)
 
 

@@ -30,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._kernels import call, served, shown
+from ._kernels import FLOATS, call, expect, served, shown
 from ._mode import on_gpu, transformed, without_autocast
-from ._op import FLOATS, Kernel, op, raw, unknown, wide
+from ._op import Kernel, op, raw, unknown, wide
 from .linear import formed_in
 
 LEVELS = (
@@ -98,6 +98,7 @@ def dequantize_int8_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype)
 def check(codes: Tensor, scales: Tensor, cols: int | None = None) -> None:
     """A ValueError in the kernels' words unless these belong together; `cols`: NF4's, how many weights a row has."""
     name = "dequantize_int8" if cols is None else "dequantize_nf4"
+    expect(name, "codes", codes, None, (torch.int8 if cols is None else torch.uint8,))
     if not codes.dim():
         raise ValueError(f"{name}: codes: a number; wanted a tensor")
     if cols is not None and codes.shape[-1] != (cols + 1) // 2:
@@ -172,12 +173,39 @@ def dequantize_int8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def linear_nf4_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    fit_nf4(x, codes, scales, bias)
     weight = dequantize_nf4_reference(codes, wide(scales), x.shape[-1], unrounded(x))
     return linear(x, weight, bias)
 
 
 def linear_int8_reference(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    fit_int8(x, codes, scales, bias)
     return linear(x, dequantize_int8_reference(codes, wide(scales), unrounded(x)), bias)
+
+
+def fit(name: str, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: torch.dtype, width: int,
+        *groups: int) -> None:  # fmt: skip
+    """A ValueError unless x is multiplied by rows of `width` codes, each with its scales. The reference and the kernels alike call
+    this, as they read the same in different ways."""
+    if not x.is_floating_point():
+        expect(name, "x", x)
+    if codes.dtype != kind:
+        expect(name, "codes", codes, None, (kind,))
+    if codes.shape[1:] != (width,):
+        raise ValueError(f"{name}: codes: shape {shown(codes.shape)}; wanted (rows, {width}) for x of {x.shape[-1]} columns")
+    rows = codes.shape[0]
+    if scales.shape != (rows, *groups):
+        expect(name, "scales", scales, (rows, *groups), (scales.dtype,))
+    if bias is not None and bias.shape != (rows,):
+        expect(name, "bias", bias, (rows,), (bias.dtype,))
+
+
+def fit_nf4(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    fit("linear_nf4", x, codes, scales, bias, torch.uint8, (x.shape[-1] + 1) // 2, -(-x.shape[-1] // GROUP))
+
+
+def fit_int8(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    fit("linear_int8", x, codes, scales, bias, torch.int8, x.shape[-1])
 
 
 def unrounded(x: Tensor) -> torch.dtype:
@@ -187,8 +215,6 @@ def unrounded(x: Tensor) -> torch.dtype:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight^T + bias, computed in the dtype of the weight and returned in that of x, whatever autocast says."""
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: shape {shown(bias.shape)}; wanted {shown(weight.shape[:1])}")
     with without_autocast(x.device):
         return F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).to(x.dtype)
 
@@ -197,8 +223,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, cols: int
     """`linear`, by a weight of which `rows` x `cols` are real and the rest zeros (`even`)."""
     if weight.shape == (rows, cols):
         return linear(x, weight, bias)
-    if x.shape[-1] != cols:
-        raise ValueError(f"x: {x.shape[-1]} columns; wanted {cols}, as the weight has")
     bias = None if bias is None else filled(bias, weight.shape[0])
     return linear(filled(x, weight.shape[1]), weight, bias)[..., :rows].contiguous()
 
@@ -249,6 +273,7 @@ def few(name: str, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
 
 @raw("(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
 def linear_nf4_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    fit_nf4(x, codes, scales, bias)
     if math.prod(x.shape[:-1]) <= FEW:
         return few("product_nf4", x, codes, scales, bias)
     return product(x, weight_nf4(codes, scales, x.shape[-1], formed_in(x)), bias, codes.shape[0], x.shape[-1])
@@ -256,6 +281,7 @@ def linear_nf4_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | 
 
 @raw("(Tensor x, Tensor codes, Tensor scales, Tensor? bias) -> Tensor")
 def linear_int8_forward(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    fit_int8(x, codes, scales, bias)
     if math.prod(x.shape[:-1]) <= FEW:
         return few("product_int8", x, codes, scales, bias)
     return product(x, weight_int8(codes, scales, codes.shape[1], formed_in(x)), bias, *codes.shape)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kernels import call, hopper, modern
+from ._kernels import call, expect, hopper, in_bf16, modern
 from ._mode import fake, unseen
 from ._op import Kernel, op, raw, wide
 from .attention import one
@@ -75,10 +75,11 @@ def reference(
     context: Tensor | None, longest_q: int, longest_k: int, prompt: int, reach: int, scale: float, causal: bool,
     seed: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
+    check(q, k, v, bias, seen, longest_q, longest_k, prompt)
     ends_q = [0, q.shape[1]] if lengths_q is None else lengths_q.tolist()
     ends_k = [0, k.shape[1]] if lengths_k is None else lengths_k.tolist()
     span = -(-longest_k // 128) * 128
-    keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p) if seed is not None else None
+    keep = kept(torch.Size((q.shape[0], q.shape[2], q.shape[1], span)), seed, p, "relative_attention") if seed is not None else None
     bias = None if bias is None else within(wide(bias), longest_q, longest_k, reach)
     parts = [q[:, :0]]
     for i, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(ends_q), pairwise(ends_k), strict=True)):
@@ -93,6 +94,21 @@ def reference(
         left = keep[:, :, q0:q1, :t] if keep is not None else None
         parts.append(one(q[:, q0:q1], k[:, k0:k1], v[:, k0:k1], mask, scale, causal and context is None, left, p))
     return torch.cat(parts, 1)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seen: Tensor | None, longest_q: int, longest_k: int,
+          prompt: int) -> None:  # fmt: skip
+    """A ValueError, in the kernel's words, if torch's functions would have to broadcast or cut one for another."""
+    name = "relative_attention"
+    for what, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise ValueError(f"{name}: {what}: {x.dim()} dimensions; wanted 4")
+    expect(name, "v", v, k.shape)
+    if bias is not None and bias.shape != (q.shape[2], max(0, longest_q + longest_k - 1) + 2 * (prompt > 0)):
+        wanted = "(heads, longest_q + longest_k - 1), a number for each distance, and with a prompt two more"
+        raise ValueError(f"{name}: bias: wanted {wanted}")
+    if seen is not None:
+        expect(name, "seen", seen, k.shape[:2], (torch.bool,))
 
 
 ARGS = (
@@ -170,7 +186,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *rest: Any) -> b
     if q.dtype == torch.float32 or not (q.dtype == k.dtype == v.dtype) or (bias is not None and bias.dtype != torch.float32):
         return False
     d = q.shape[3]
-    fits = q.dtype == torch.float16 or modern(q.get_device())
+    fits = q.dtype == torch.float16 or in_bf16(q.get_device())
     return bool(d) and d % 8 == 0 and d <= 128 and q.shape[2] == k.shape[2] and fits and share(rest[-1] if rest else 0.0)
 
 

@@ -17,6 +17,7 @@ from .dropout import share
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    _norm.check(x, weight, None, eps)
     h = wide(x)
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight).to(dtype or x.dtype)
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ..errors import refuse
-from ._kernels import call
+from ._kernels import call, expect
 from ._mode import once, plain, unseen
 from ._op import Kernel, op, raw, wide
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    expect("rotary", "y", x)
     pairs, channels = cos.size(-1), x.size(-1)
     if 2 * pairs > channels:
         refuse(None, "rotary: cos", f"angles of {pairs} pairs for {channels} channels", f"those of {channels // 2} at most")

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from ..checkpoint.load import local as part_of
 from ..names import Region, Shape
-from ..ops._kernels import call, served
+from ..ops._kernels import FLOATS, call, served
 from ..ops._mode import on_gpu
-from ..ops._op import FLOATS
 from ..parallel.ranks import ALONE, Ranks
 from .adamw import local
 from .clipped import Clipped, Some, gradients, shifted, wide

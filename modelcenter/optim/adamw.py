@@ -38,9 +38,8 @@ from torch.optim import Optimizer
 
 from ..checkpoint.shards import zeros_like
 from ..errors import refuse
-from ..ops._kernels import call, served
+from ..ops._kernels import FLOATS, call, served
 from ..ops._mode import PLAIN, fake
-from ..ops._op import FLOATS
 from ..ops.dropout import bits
 
 CHUNK, PIECE, BLOCK, WORDS = 8192, 32768, 128, 12  # csrc/adamw.h

@@ -25,7 +25,8 @@ CSRC = HERE.parent.parent / "csrc"
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w",
          "-ftrivial-auto-var-init=pattern"]  # a variable without a value has a strange one  # fmt: skip
 CHECKED = ("-O0", "-g1", "-fsanitize=address,alignment,bounds", "-fno-sanitize-recover=all")
-DEFINES = ["-DMC_EMULATED", "-DMC_CUDA", "-DMC_HOPPER", "-DMC_LEVEL=100", '-DMC_ARCHITECTURES="90"', '-DMC_VERSION="0"']
+DEFINES = ["-DMC_EMULATED", "-DMC_CUDA", "-DMC_HOPPER", "-DMC_LEVEL=100", '-DMC_VERSION="0"']
+ARCHS = "75 80 90"  # of every chip that is emulated
 SHARED = re.compile(r"(extern )?__shared__ ([^;]+);")
 
 
@@ -74,8 +75,8 @@ def preload() -> str:
     return " ".join(subprocess.check_output([compiler(), f"-print-file-name={name}"], text=True).strip() for name in names)
 
 
-def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), only: Sequence[str] = ()) -> Path:
-    """`only`: of these .cu files, the others being left out."""
+def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), only: Sequence[str] = (), archs: str = ARCHS) -> Path:
+    """`only`: of these .cu files, the others being left out. `archs`: what the build says that it is for."""
     copy = folder / "csrc"
     copy.mkdir(parents=True, exist_ok=True)
     kernels = {f"{name}.cu" for name in only} or {f.name for f in source.glob("*.cu")}
@@ -84,6 +85,7 @@ def build(folder: Path, source: Path = CSRC, flags: Sequence[str] = ("-O1",), on
         (copy / file.name).write_text(plain(file.read_text()))
     cxx = compiler()
     defines = [d.replace('MC_VERSION="0"', f'MC_VERSION="{version()}"') for d in DEFINES]
+    defines += [f'-DMC_ARCHITECTURES="{archs}"', "-D__CUDA_ARCH_LIST__=" + ",".join(f"{arch}0" for arch in archs.split())]
     places = ["-I", str(HERE), "-include", "cuda_runtime.h", "-D__CUDACC__"]
     python = ["-I", sysconfig.get_paths()["include"], "-I", pybind11.get_include()]
     ours = b"".join(f.read_bytes() for f in sorted(HERE.glob("*.h")))
