@@ -12,9 +12,11 @@ import pytest
 import torch._dynamo  # here once, and not in each rank
 from huggingface_hub import constants
 from mesh import spawn
-from test_ranks import machine_of, run_of
+from test_ranks import machine_of, run_of, runs
 
 import modelcenter as mc
+from modelcenter.checkpoint import manifest, state
+from modelcenter.checkpoint.shards import Piece, Spread
 from modelcenter.checkpoint.state import steps
 from modelcenter.cli.evaluate import evaluated
 from modelcenter.parallel.apply import join
@@ -223,3 +225,56 @@ def test_another_state_at_the_path_of_a_run_is_found(tmp_path: Path) -> None:
         train(run_of(folder, max_steps=1, eval_steps=None, save_steps=1, seed=seed))
     recipe = run_of(tmp_path, max_steps=1, eval_steps=None, save_steps=1, resume=str(tmp_path / "out" / "step-1"))
     spawn(2, copied, replace(recipe, output_dir=str(tmp_path / "next")), tmp_path)
+
+
+def on_machines(rank: int, recipe: Any, per: int, spoiled: str, reads: dict[int, str]) -> None:
+    """So many ranks on each machine. What one reads of the file `spoiled` is damaged on all but the first."""
+    loop.plot_loss = lambda folder: "not drawn"
+    state.machine = lambda: str(rank // per)
+    real, hashed = manifest.sha256_of, list[str]()
+
+    def sha256_of(path: Path) -> str:
+        hashed.append(path.name)
+        return "0" * 64 if rank >= per and path.name == spoiled else real(path)
+
+    manifest.sha256_of = sha256_of
+    if not spoiled:
+        assert loop.train(recipe, machine_of((recipe.batch, 1))).step == 2
+    else:
+        with pytest.raises(mc.InputError, match=rf"(rank \d: )?.*{spoiled}: its sha256 is 000000000000\.\.\.; manifest.json says "):
+            loop.train(recipe, machine_of((recipe.batch, 1)))
+    if rank:
+        parts = [name.partition(".")[0].replace("-of-00004", "").replace("-0000", "") for name in hashed]
+        assert " ".join(sorted(parts)) == reads[rank], f"{rank}: {sorted(parts)}"
+
+
+def test_ranks_of_another_machine_verify_what_they_read(tmp_path: Path) -> None:
+    """Each of its files once, shared out by their sizes. What is damaged as they read it is refused by all."""
+    recipe = run_of(tmp_path, max_steps=2, eval_steps=None, save_steps=1, batch=4)
+    spawn(4, runs, (4, 1), replace(recipe, max_steps=1))
+    shutil.copytree(tmp_path / "out" / "step-1", tmp_path / "state" / "step-1")
+    recipe = replace(recipe, resume=str(tmp_path / "state" / "step-1"))
+    for number, (per, spoiled, reads) in enumerate([
+        (4, "", dict.fromkeys(range(4), "")),  # the first rank has verified all that is read there
+        (2, "", {1: "", 2: "model3 optimizer1 random3 state", 3: "model4 optimizer3 optimizer4 random4"}),
+        (1, "model-00003-of-00004.safetensors", {
+            1: "model2 optimizer1 optimizer2 random2 state", 2: "model3 optimizer1 optimizer3 state",
+            3: "model4 optimizer1 optimizer4 random4 state"}),
+    ]):  # fmt: skip
+        spawn(4, on_machines, replace(recipe, output_dir=str(tmp_path / str(number))), per, spoiled, reads)
+        assert (tmp_path / str(number) / "step-2").exists() is not bool(spoiled)
+
+
+@pytest.mark.parametrize(("rank", "found"), [(0, []), (1, []), (2, ["b"]), (3, ["c", "a"]), (4, ["c"])])
+def test_who_verifies_what(rank: int, found: list[str]) -> None:
+    """Ranks 0 and 1 are on one machine, 2 and 3 on another, 4 on the first, where it sees other files."""
+    said = [("x", "1", ["a", "b"]), ("x", "1", ["b", "c"]), ("y", "1", ["a", "b"]), ("y", "1", ["c"]), ("x", "2", ["c"])]
+    assert state.dealt(said, rank, {"a": {"size": 1}, "b": {"size": 9}, "c": {"size": 7}}) == found
+
+
+def test_a_part_that_is_in_no_file_is_refused() -> None:
+    """What is read would else be whatever was in memory."""
+    half = Spread((4, 2), torch.float32, [Piece(torch.ones(2, 2), (2, 0), (4, 2))])
+    assert torch.equal(half[slice(2, 4), slice(0, 2)], torch.ones(2, 2))
+    with pytest.raises(ValueError, match="2 of 6 numbers are in none of the files that this rank reads"):
+        half[slice(1, 4), slice(0, 2)]

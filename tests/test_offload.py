@@ -325,6 +325,21 @@ WORK = {"adds": adds, "adds, zero 2": partial(adds, zero=2), "adds, zero 1": par
         "not taken": not_taken}
 
 
+def unneeded(rank: int, way: str) -> None:
+    with pytest.warns(UserWarning, match="machine.offload: true, but on a CPU the host's memory holds everything already; leave"):
+        if way == "build":
+            mc.build("gpt2", config=SIZES, machine=Machine(device=DEVICE, offload=True))
+        else:
+            mc.parallelize(mc.build("gpt2", config=SIZES, device="meta"), Machine(device=DEVICE, offload=True))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU it does something")
+@pytest.mark.parametrize("way", ["build", "parallelize"])
+def test_on_a_cpu_it_does_nothing_and_says_so(way: str) -> None:
+    """From Python as in a run, whose first lines have this one."""
+    spawn(1, unneeded, way)
+
+
 @pytest.mark.parametrize("name", WORK)
 def test_what_the_host_does(name: str) -> None:
     spawn(1, WORK[name])

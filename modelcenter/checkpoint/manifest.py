@@ -107,16 +107,21 @@ def verify(path: str | os.PathLike[str]) -> dict[str, Any]:
         for name, row in sorted(files.items()):
             if name not in present:
                 refuse_missing(path / name, None, "missing", f"{MANIFEST} lists it")
-            entry = os.lstat(path / name)
-            if not S_ISREG(entry.st_mode):
-                refuse(path / name, None, "not a regular file", "a plain file")
-            if entry.st_size != row["size"]:
-                refuse(path / name, None, f"{entry.st_size} bytes", f"{MANIFEST} says {row['size']}")
-            found = sha256_of(path / name)
-            if found != row["sha256"]:
-                refuse(path / name, None, f"its sha256 is {found[:12]}...", f"{MANIFEST} says {row['sha256'][:12]}...")
+            check_file(path / name, row)
         SOUND[path.resolve()] = stamp
     return manifest
+
+
+def check_file(file: Path, row: Mapping[str, Any]) -> None:
+    """Refuse a file of a checkpoint that is not as its row of the manifest says."""
+    entry = os.lstat(file)
+    if not S_ISREG(entry.st_mode):
+        refuse(file, None, "not a regular file", "a plain file")
+    if entry.st_size != row["size"]:
+        refuse(file, None, f"{entry.st_size} bytes", f"{MANIFEST} says {row['size']}")
+    found = sha256_of(file)
+    if found != row["sha256"]:
+        refuse(file, None, f"its sha256 is {found[:12]}...", f"{MANIFEST} says {row['sha256'][:12]}...")
 
 
 def sha256_of(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Which part of a tensor a rank writes, and how any number of ranks reads a state, however many ranks wrote it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,15 +39,18 @@ class Spread:
 
     shape: Shape
     dtype: torch.dtype
-    pieces: Iterable[Piece]
+    pieces: list[Piece]
 
     def __getitem__(self, region: Region) -> Tensor:
-        out = torch.empty([r.stop - r.start for r in region], dtype=self.dtype, device="cpu")
+        out, found = torch.empty([r.stop - r.start for r in region], dtype=self.dtype, device="cpu"), 0
         for piece in self.pieces:
             both = [(max(r.start, s), min(r.stop, s + n)) for r, s, n in zip(region, piece.start, piece.tensor.shape, strict=True)]
             if all(a < b for a, b in both):
                 into = tuple(slice(a - r.start, b - r.start) for (a, b), r in zip(both, region, strict=True))
-                out[into] = piece.tensor[tuple(slice(a - s, b - s) for (a, b), s in zip(both, piece.start, strict=True))]
+                part = piece.tensor[tuple(slice(a - s, b - s) for (a, b), s in zip(both, piece.start, strict=True))]
+                out[into], found = part, found + part.numel()
+        if found != out.numel():
+            raise ValueError(f"{out.numel() - found} of {out.numel()} numbers are in none of the files that this rank reads")
         return out
 
 

@@ -8,16 +8,19 @@
     output_dir/.tmp-step-N-<nonce>            a save or a removal under way; its maker holds a lock on it
 
 Nothing points to the newest state: a pointer is one more thing that can be wrong. Each process writes, hashes and flushes its own
-files (`write_group`); one of them seals the folder with the manifest and renames it. Everything but the tensors is plain files and
+files (`write_group`); one of them seals the folder with the manifest and renames it. The first rank verifies a state before all go
+on from it, and the ranks of other machines what they read of it (`verify_together`). Everything but the tensors is plain files and
 JSON, so that a launcher can look for a checkpoint before torch is imported.
 """
 
+import hashlib
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +28,21 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, nearest, printable, refuse, refuse_missing, tell
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
 from .atomic import check_space, commit_folder, disk_errors, hidden, staging, sync
-from .manifest import MANIFEST_LIMIT, PIECE, Files, dump, is_sound, read_manifest, seal, trust, valid, verify, write_hashed
+from .manifest import (
+    MANIFEST_LIMIT,
+    PIECE,
+    Files,
+    check_file,
+    dump,
+    fingerprint,
+    is_sound,
+    read_manifest,
+    seal,
+    trust,
+    valid,
+    verify,
+    write_hashed,
+)
 from .strict_json import read_json
 
 if TYPE_CHECKING:
@@ -37,6 +54,7 @@ STATE = "state.json"
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 GROUP = re.compile(r"[a-z][a-z0-9_]*")
 FILE = re.compile(r"([a-z][a-z0-9_]*)(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+Reads = Callable[[Files], Iterable[str]]
 SLACK = 2**20  # bytes kept free beside the tensors, for the two JSON files and the file system's own tables
 
 
@@ -127,34 +145,84 @@ def find_state(output_dir: str | os.PathLike[str], before: int | None = None) ->
     return None
 
 
-def load_state(path: str | os.PathLike[str],
-               ranks: Ranks = ALONE) -> "tuple[dict[str, dict[str, Tensor | Spread]], dict[str, Any]]":
+def load_state(path: str | os.PathLike[str], ranks: Ranks = ALONE,
+               reads: Reads = list) -> "tuple[dict[str, dict[str, Tensor | Spread]], dict[str, Any]]":
     """The tensors by group (views of the mapped files: copy what must outlive or change them) and the state. What several ranks
-    have written in pieces is there to be read in parts.
+    have written in pieces is there to be read in parts. `reads`: of a state's files those that this rank reads anything of.
 
-    A folder that `find_state` or `save_state` of this process has not already verified is verified here, by the first rank.
+    A folder that `find_state` or `save_state` of this process has not already verified is verified here, by the first rank; on
+    every other machine the ranks verify what they read.
     """
     from safetensors.torch import load_file
 
+    from .folder import DTYPES
     from .shards import Piece, Spread
 
     path = Path(path)
-    if ranks.first and not is_sound(path):
-        verify(path)
-    ranks.tell("sound")
-    files: Files = read_manifest(path)["files"]
-    found: dict[str, dict[str, list[Piece]]] = {}
-    for name in sorted(files):
+    files, own = verify_together(path, ranks, reads)
+    tensors: dict[str, dict[str, Tensor | Spread]] = {}
+    for name, file in sorted(files.items()):
         if (group := FILE.fullmatch(name)) is not None:
-            for key, tensor in load_file(path / name).items():
-                row = files[name]["tensors"][key]
-                piece = Piece(tensor, tuple(row.get("start", [0] * tensor.dim())), tuple(row.get("whole", tensor.shape)))
-                found.setdefault(group[1], {}).setdefault(key, []).append(piece)
-            found.setdefault(group[1], {})
-    tensors = {group: {key: parts[0].tensor if parts[0].whole == tuple(parts[0].tensor.shape) else
-                       Spread(parts[0].whole, parts[0].tensor.dtype, parts) for key, parts in table.items()}
-               for group, table in found.items()}  # fmt: skip
+            held, table = load_file(path / name) if name in own else {}, tensors.setdefault(group[1], {})
+            for key, row in file["tensors"].items():
+                start, whole = row.get("start", [0] * len(row["shape"])), tuple(row.get("whole", row["shape"]))
+                if key in held and whole == tuple(row["shape"]):
+                    table[key] = held[key]
+                    continue
+                spread = table.setdefault(key, Spread(whole, DTYPES[row["dtype"]], []))
+                if key in held:
+                    spread.pieces.append(Piece(held[key], tuple(start), whole))  # type: ignore[union-attr]  # no tensor is in pieces
     return tensors, read_json(path / STATE, MANIFEST_LIMIT)
+
+
+def verify_together(path: Path, ranks: Ranks, reads: Reads) -> tuple[Files, set[str]]:
+    """The files of a checkpoint by its manifest, and those that this rank `reads`, of which all are as they were written. The first
+    rank has verified the folder, for its machine; what the ranks of another one read, each file once, they share out. A fault on
+    one is one on all. Errors: `InputError`."""
+    files, own = Files(), set[str]()
+
+    def look() -> str:
+        nonlocal files, own
+        with disk_errors(path):
+            if ranks.first and not is_sound(path):
+                verify(path)
+            files = read_manifest(path)["files"]
+            own = set(reads(files))
+            return json.dumps([machine(), hashlib.sha256(repr(fingerprint(path)).encode()).hexdigest(), sorted(own)])
+
+    def check() -> str:
+        with disk_errors(path):
+            for name in dealt([json.loads(text) for text in said], ranks.rank, files):
+                check_file(path / name, files[name])
+        return ""
+
+    try:
+        said = ranks.together(look, (InputError,))
+        ranks.together(check, (InputError,))
+    except OtherRankError as error:
+        refuse(None, None, str(error), "the same files for every rank")
+    return files, own
+
+
+def dealt(said: Sequence[tuple[str, str, Sequence[str]]], rank: int, files: Files) -> list[str]:
+    """The files that a rank verifies, where each rank says on which machine it is, what it sees there and which files it reads."""
+    mates = [other for other, (*place, _) in enumerate(said) if place == list(said[rank][:2])]
+    if 0 in mates:
+        return []
+    load, mine = dict.fromkeys(mates, 0), []
+    for name in sorted({name for mate in mates for name in said[mate][2]}, key=lambda name: (-files[name]["size"], name)):
+        who = min(mates, key=load.__getitem__)
+        load[who] += files[name]["size"]
+        if who == rank:
+            mine.append(name)
+    return mine
+
+
+def machine() -> str:
+    """This machine, whatever it is called."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return platform.node()
 
 
 def step_of(path: Path) -> int:

@@ -5,6 +5,7 @@ layer and must not see the all-gathers; FSDP last, because it shards whatever pa
 and DTensor take a second to import, so they are imported where they are used.
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +26,7 @@ from .blocks import fit_blocks, units
 from .check import check
 from .connect import by_itself, connected, kept_by
 from .device import LOW, check_precision, device_of
-from .machine import Machine, as_machine
+from .machine import ASIDE, Machine, as_machine
 from .ranks import Ranks, settle
 from .sequence import sequence_parallel
 
@@ -68,6 +69,8 @@ def parallelize(model: nn.Module, machine: Machine | str, precision: str | None 
     if not any(p.is_meta for p in model.parameters()) and not machine.offload:  # FSDP brings one block after another back
         model.to(device_of(machine))
     mesh = mesh_of(machine)
+    if machine.offload and device_of(machine).type == "cpu" and mesh is not None and mesh.get_rank() == 0:
+        warnings.warn(ASIDE, stacklevel=2)
     if mesh is not None and (model in AVERAGED or any(hasattr(p, "placements") for p in model.parameters())):
         wanted = "one call; mc.load and mc.build with a machine have made it already"
         refuse("parallelize", "model", "spread over ranks already", wanted)

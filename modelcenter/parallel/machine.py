@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 else:
     Degree = Literal["auto"] | int
 Recompute = Literal["none", "selective", "full"] | bool
+ASIDE = "machine.offload: true, but on a CPU the host's memory holds everything already; leave it out"
 LAYOUT = ("tensor_parallel", "fsdp", "replicate", "zero", "recompute", "offload")  # the keys that say how ranks share the work
 MOST = 65536  # devices
 ROOM = 1.25  # of what a micro-batch takes must be free for a CUDA graph of it: a record's memory is its own

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.load import local, put
-from ..checkpoint.manifest import MANIFEST_LIMIT
+from ..checkpoint.manifest import MANIFEST_LIMIT, Files
 from ..checkpoint.optimizer import flatten_optimizer, restore_optimizer
 from ..checkpoint.shards import Piece, Spread, pieces, whole
-from ..checkpoint.state import STATE, load_state, save_state
+from ..checkpoint.state import FILE, STATE, load_state, save_state
 from ..checkpoint.strict_json import read_json
 from ..config import bind
 from ..data.order import VERSION, Blended, Order
@@ -115,12 +116,38 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, ema: EMA | None 
     """Put a step-N folder back into `model`, `optimizer`, the averages and the random generators. On another mesh than the one that
     wrote it, each rank draws from a new stream, given by (its seed, the step). Errors: `InputError`."""
     settle(model)
-    tensors, state = load_state(path, ranks)
+    tensors, state = load_state(path, ranks, partial(read_by, model, ranks))
     put_weights(path, tensors, model, ema)
     restore_optimizer(optimizer, model, tensors["optimizer"], state["optimizer"])
     at = bind(Position, state["position"], path / "state.json", "position.")
     restore_random(tensors["random"], state, at.step, ranks)
     return at
+
+
+def read_by(model: nn.Module, ranks: Ranks, files: Files) -> Iterator[str]:
+    """Of a state's files those with anything that this rank has: its parts of tensors, and its random states."""
+    held = {name: (local(p)[0], p.shape[-1] if p.dim() else 1) for name, p in (*model.named_parameters(), *weights(model))}
+
+    def touches(key: str, row: Mapping[str, Any]) -> bool:
+        region, width = held.get(key.partition("/")[2] or key, ((), 1))
+        if "start" not in row or not region or len(region) != len(row["whole"]):
+            return True
+        ends = [(r.start, r.stop, s, s + n) for r, s, n in zip(region, row["start"], row["shape"], strict=True)]
+        *_, (start, stop, begin, end) = ends
+        block = max(1, width // max(1, row["whole"][-1]))  # of a row's numbers, which have one here
+        rows = all(a < d and c < b for a, b, c, d in ends[:-1])
+        return rows and any(start // n < end and begin < -(-stop // n) for n in (1, block))
+
+    for name, file in files.items():
+        group = FILE.fullmatch(name)
+        if group is None:
+            mine = True
+        elif group[1] == "random":
+            mine = any(key.partition("/")[0] in (str(ranks.rank), key) for key in file["tensors"])
+        else:
+            mine = any(touches(key, row) for key, row in file["tensors"].items())
+        if mine:
+            yield name
 
 
 def check_order(start: Path, order: Order | None) -> None:
