@@ -242,7 +242,8 @@ def our_texts(model: Any, case: Case, kind: str, size: int, examples: Any, devic
     words, optimizer = kind.split(), build_optimizer(model, OptimizerConfig(moments=moments))
     graphs = graphs_of(model, Machine(cuda_graphs=graphed), device, lambda line: None)
     made = examples if "padded" in words else Unpadded(examples)
-    budget = Budget(int(size * examples.lengths.mean()), forward_tokens(device), False) if "tokens" in words else None
+    most = forward_tokens(device, vars(model.config), True)
+    budget = Budget(int(size * examples.lengths.mean()), most, False) if "tokens" in words else None
     steps = Loader(made, made.collate, size, budget=budget).steps()
     fill = graphs is not None and graphs.fills
     batches = prefetch([ready(model, batch, case.task, device, fill) for batch in pieces] for _, pieces in steps)

@@ -40,6 +40,7 @@ from .cli.tokenize import tokenize
 from .cli.train import train
 from .config import COMMAND_LINE, describe, names, packaged
 from .data.config import Tokenization
+from .parallel.variable import variable
 from .parallel.watch import ANSWER
 from .train.cluster import Job
 from .train.interrupt import Interrupt
@@ -64,6 +65,7 @@ KEYS: dict[str, type] = {  # what `--help` lists
     "average": Averaging, "tokenize": Tokenization,
 }  # fmt: skip
 
+SINGLE = ("generate", "convert", "merge", "average", "tokenize", "copy")  # or each rank would write the same files
 NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "tqdm")  # pip's --no-deps leaves them out
 
 
@@ -182,6 +184,8 @@ def run(args: Arguments) -> Answer:
         os.getcwd()
     except OSError as error:  # a shell stands in a folder that was deleted, and perhaps made anew
         refuse(".", None, error.strerror or str(error), "a folder that is there: cd to it again")
+    if verb in SINGLE and "RANK" in os.environ and (size := variable("WORLD_SIZE", 1, 2**20, default=1)) > 1:
+        refuse("environment", "WORLD_SIZE", f"{size}, and {verb} is one process", "modelcenter without a launcher, once")
     return VERBS[verb](Arguments(args.names[1:], args.settings, args.machine))
 
 

@@ -512,6 +512,7 @@ def test_evaluate_asks_the_model_what_a_folder_is_for(here: Path, capsys: pytest
     assert len(json.loads(capsys.readouterr().out)["ids"]) == 16
 
 
+@pytest.mark.filterwarnings("always:machine.offload:UserWarning")
 def test_an_evaluation_and_a_plan_say_what_is_set_for_nothing(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As training does, in whose first lines it stands; ranks too, of which one speaks."""
     (here / "a.jsonl").write_text('{"text": "the cat sat on the mat."}\n' * 60)
@@ -524,7 +525,9 @@ def test_an_evaluation_and_a_plan_say_what_is_set_for_nothing(here: Path, capfd:
         told = []
         for more in ([], ["data.header=false", "machine.offload=true"]):
             assert main([*command, "data.path=a.jsonl", "data.seq_len=16", "machine.device=cpu", *more]) == 0
-            told.append(capfd.readouterr().out.splitlines())
+            both = capfd.readouterr()
+            told.append(both.out.splitlines())
+            assert "machine.offload" not in both.err
             if dist.is_initialized():  # offload has a group, of this rank alone
                 dist.destroy_process_group()
         assert told[1][:2] == idle and not {*told[0]} & {*idle} and len(told[1]) >= len(told[0]) + 2

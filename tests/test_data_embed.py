@@ -151,11 +151,11 @@ def test_a_forward_holds_the_whole_batch(tmp_path: Path, capsys: pytest.CaptureF
         assert recipe.micro_batch == (micro or 4096) and recipe.task == "embed"
         setup = prepare(*resolve_as(asked, micro))
         assert any(line.startswith("negatives: ") for line in setup.lines) == (forwards > 1)
-        assert f" in {forwards} forward{'s' * (forwards > 1)}, " in setup.lines[2]
+        assert f" in {forwards} forward{'s' * (forwards > 1)}: " in setup.lines[2]
         assert "sample:\n  <s>of x</s>\n  near: <s>is x</s>" in setup.lines[3]
     (tmp_path / "data.jsonl").write_text('{"a": "of", "b": "is"}\n{"a": "of all that is", "b": "is"}\n' * 8)
     recipe, device = resolve(replace(asked, batch=8, batch_tokens=60), MACHINE)  # padding has no part in it
-    assert most_of(recipe, device) == 2
+    assert most_of(recipe, device, {}) == 2
     setup = prepare(recipe, MACHINE, device)
     assert all(len(forwards) == 1 for _, forwards in islice(setup.loader.steps(), 6))
 

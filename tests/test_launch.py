@@ -142,6 +142,19 @@ def test_heads_that_ranks_cannot_share_are_refused_before_any_is_started(tmp_pat
             train(recipe, Machine(device="cpu", threads=1, tensor_parallel=4))
 
 
+@pytest.mark.parametrize("verb", ["generate", "convert", "merge", "average", "tokenize", "copy"])
+def test_what_one_process_does_is_refused_to_ranks(verb: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Each of them would write the same files."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([verb, "nowhere", "out"]) == 2
+    said = f"environment: WORLD_SIZE: 2, and {verb} is one process; modelcenter without a launcher, once"
+    assert said in capfd.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    main([verb, "nowhere", "out"])
+    assert "WORLD_SIZE" not in capfd.readouterr().err
+
+
 def test_more_processes_than_the_machine_has_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """torchrun in front of the command, and a machine of one rank: each of them would do the whole run in the one folder."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():

@@ -51,6 +51,7 @@ from modelcenter.train.folder import WATCHING, check, claim
 from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
+from modelcenter.train.opening import few_divisors
 from modelcenter.train.prepare import prepare, restrict
 from modelcenter.train.read import load_recipe
 from modelcenter.train.recipe import Recipe
@@ -790,14 +791,35 @@ def test_what_a_run_leaves(whole: Path) -> None:
     assert (resolved.precision, resolved.task, resolved.micro_batch) == ("fp32", "lm", 2)
 
 
-@pytest.mark.parametrize(("device", "dim", "rows"), [("cuda", 768, 16), ("cuda", 1600, 16), ("cuda", 256, 48), ("cpu", 256, 2)])
-def test_a_narrow_model_has_wide_forwards_on_a_gpu(device: str, dim: int, rows: int, tmp_path: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """8,192 tokens of 768 hidden states are as large as 24,576 of 256."""
+@pytest.mark.parametrize(
+    ("device", "shape", "precision", "gigabytes", "rows"),
+    [
+        ("cuda", (768, 12), "bf16", 11, 16), ("cuda", (768, 12), "bf16", 24, 32), ("cuda", (768, 12), "bf16", 80, 64),
+        ("cuda", (768, 12), "fp32", 80, 16), ("cuda", (1024, 24), "bf16", 80, 32), ("cuda", (1024, 24), "bf16", 141, 64),
+        ("cuda", (1600, 48), "bf16", 80, 16), ("cuda", (256, 12), "fp32", 11, 48), ("cuda", (256, 12), "bf16", 80, 48),
+        ("cpu", (256, 12), "bf16", 80, 2),
+    ],
+)  # fmt: skip
+def test_how_many_tokens_a_forward_has(device: str, shape: tuple[int, int], precision: str, gigabytes: int, rows: int,
+                                       tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8,192 tokens of 768 hidden states are as large as 24,576 of 256, and 32,768 want memory for twelve layers."""
     monkeypatch.setattr("modelcenter.train.resolve.device_of", lambda machine: torch.device(device))
-    config = {**TINY, "dim": dim, "positions": 512}
-    recipe = recipe_of(tmp_path, batch=96, micro_batch=None, config=config, **{"data.seq_len": 512})
+    monkeypatch.setattr("modelcenter.train.resolve.memory_of", lambda device: (0, gigabytes * 10**9))
+    config = {**TINY, "dim": shape[0], "layers": shape[1], "positions": 512}
+    recipe = recipe_of(tmp_path, batch=192, micro_batch=None, precision=precision, config=config, **{"data.seq_len": 512})
     assert resolve(recipe, Machine(device=device))[0].micro_batch == rows
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "shares", "said"),
+    [(127, 1, 1, "batch: 127, which divides into forwards of 1 sequence alone; batch=128 has forwards of 16"),
+     (34, 2, 1, "batch: 34, which divides into forwards of 2 sequences alone; batch=48 has forwards of 16"),
+     (127, 1, 16, "batch: 127, which divides into forwards of 1 sequence alone; batch=128 has forwards of 8"),
+     (128, 16, 1, ""), (100, 10, 1, ""), (7, 7, 1, ""), (34, 1, 1, ""), (127, 1, 127, "")],
+)  # fmt: skip
+def test_a_batch_with_few_divisors_is_said(batch: int, micro: int, shares: int, said: str) -> None:
+    """Where the micro-batch is their largest and far below what a forward may have: not where somebody chose a smaller one."""
+    assert few_divisors(batch, micro, 16, shares) == [said] * bool(said)
 
 
 def test_the_model_opens_in_transformers(whole: Path) -> None:

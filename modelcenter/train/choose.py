@@ -19,7 +19,7 @@ from .folder import ran
 from .launch import nodes_told
 from .paper import job_there, runnable
 from .recipe import Recipe
-from .resolve import most_of, resolve
+from .resolve import most_of, resolve, sizes_of
 
 
 def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
@@ -47,7 +47,7 @@ def choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Machine]:
 
     resolved, _ = resolve(recipe, replace(machine, sequence_parallel=False))  # which is for some of the layouts
     free = device.type != "cpu" and recipe.micro_batch is None and recipe.batch_tokens is None and not together(recipe)
-    rows = None if free else resolved.micro_batch or most_of(recipe, device)
+    rows = None if free else resolved.micro_batch or most_of(resolved, device, sizes_of(recipe))
     found = surveyed(replace(recipe, precision=resolved.precision), machine, device, ranks, rows)
     best, name = found.choice, found.costs.chip.name
     if not best.fits:

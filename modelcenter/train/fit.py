@@ -123,7 +123,7 @@ def verdict(recipe: Recipe, machine: Machine, device: torch.device, setup: Setup
         chip = beside(chip, machine, machine.ranks)
         kept = sum(local(p)[1].nbytes for p in setup.model.parameters() if not p.is_meta)  # in the plan, and taken already
         chip = replace(chip, host_memory=chip.host_memory + kept)
-    now = recipe.micro_batch or most_of(recipe, device)
+    now = recipe.micro_batch or most_of(recipe, device, vars(setup.model.config))
     try:
         job = job_of(recipe, device, setup, compute, machine)
         costs = Costs(job, chip or CHIPS["h200"], min(free, total))
@@ -220,7 +220,7 @@ def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute,
     model: Any = whole(setup.model, recipe) if machine.meshed else setup.model
     _, batches = next(setup.loader.steps(micro_batch=recipe.micro_batch))
     first, pairs = batches[0], bool(model.encoder_decoder)
-    most = recipe.micro_batch or most_of(recipe, device)
+    most = recipe.micro_batch or most_of(recipe, device, vars(model.config))
     rows = recipe.batch if recipe.batch_tokens is None else len(batches) * most * machine.shares
     one = widest(first, 1, recipe, pairs)
     tokens = int(one["input_ids"].numel()) + (int(one["labels"].numel()) if pairs else 0)

@@ -17,6 +17,7 @@ from ..ops.linear import has_low_units
 from ..parallel.ranks import Ranks
 from .evaluate import count_tokens
 from .recipe import Recipe
+from .resolve import divisor, most_of
 from .setup import Setup
 
 UNKNOWN = 0.2  # of a text's tokens: with more the vocabulary is another language's, or of other letters
@@ -44,8 +45,8 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         f"data: {counted(len(train), 'example')}, {len(held) if held else 0:,} for evaluation; {recipe.objective}, "
         f"at most {recipe.data.seq_len} tokens each{shorter}; tokenizer "
         f"{named(recipe, tokenizer.name)} of {len(tokenizer):,} tokens",
-        f"steps: {setup.steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences in {forwards} "
-        f"forward{'s' * (forwards > 1)}, about {tokens:,} tokens each: {setup.steps * samples / len(train):.2f} epochs",
+        f"steps: {setup.steps:,} of {'about ' if recipe.batch_tokens else ''}{samples:,} sequences, about {tokens:,} tokens, in "
+        f"{counted(forwards, 'forward')}: {setup.steps * samples / len(train):.2f} epochs",
         f"sample{where}:\n  {sample}",
     ]
     if model.adapter is not None:
@@ -84,7 +85,10 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
                      "give data.eval_path")
     if objective.together and forwards > 1:
         lines.append(f"negatives: only from the same forward, not from all {forwards} of a step; a larger micro_batch has more")
-    return [*lines, *(f"slow: {choice}" for choice in slow_choices(recipe, device, samples, ranks.shares))]
+    slow = slow_choices(recipe, device, samples, ranks.shares)
+    if recipe.micro_batch is not None and recipe.batch_tokens is None:
+        slow += few_divisors(recipe.batch, recipe.micro_batch, most_of(recipe, device, vars(model.config)), ranks.shares)
+    return [*lines, *(f"slow: {choice}" for choice in slow)]
 
 
 def unknown(batches: Sequence[Batch], tokenizer: Tokenizer, pairs: bool) -> Iterator[int]:
@@ -103,6 +107,16 @@ def unknown(batches: Sequence[Batch], tokenizer: Tokenizer, pairs: bool) -> Iter
 def named(recipe: Recipe, name: str) -> str:
     """The tokenizer as the recipe names it, if its own name is that of a file in the hub's cache."""
     return (recipe.tokenizer or recipe.model) if "/snapshots/" in name else name
+
+
+def few_divisors(batch: int, micro: int, most: int, shares: int) -> list[str]:
+    """What to take in place of a batch that is cut into far smaller forwards than need be, because `micro` is the largest of its
+    divisors up to `most`."""
+    could = min(most, -(-batch // shares))
+    if 2 * micro > could or micro != divisor(batch, most):
+        return []
+    return [f"batch: {batch}, which divides into forwards of {counted(micro, 'sequence')} alone; "
+            f"batch={-(-batch // could) * could} has forwards of {could}"]
 
 
 def slow_choices(recipe: Recipe, device: torch.device, samples: int, shares: int) -> list[str]:

@@ -59,7 +59,7 @@ def on_paper(recipe: Recipe, machine: Machine, ranks: int | None, device: str | 
     gpu = device is not None and found.type == "cpu"
     asked = recipe.micro_batch
     if asked is None and find_objective(recipe.objective).together:
-        asked = recipe.batch if recipe.batch_tokens is None else most_of(recipe, found)
+        asked = recipe.batch if recipe.batch_tokens is None else most_of(recipe, found, {})
     if recipe.precision == "auto":
         here = automatic_precision(found, sizes_of(recipe).get("dim"))
         recipe = replace(recipe, precision=here if device is None else automatic(chip))

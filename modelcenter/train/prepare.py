@@ -4,7 +4,8 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
+from warnings import catch_warnings, filterwarnings
 
 import torch
 
@@ -40,7 +42,7 @@ from ..generate.run import beside, settings
 from ..layers import ClassifyHead, EmbedHead, LMHead, last_token
 from ..metrics.table import of_texts
 from ..model import Model
-from ..parallel.machine import Machine
+from ..parallel.machine import ASIDE, Machine
 from ..parallel.ranks import ALONE, Ranks
 from ..parallel.variable import check_world
 from ..parallel.watch import Pulse, apart, wait_for
@@ -80,8 +82,10 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
     tokenizer = find_tokenizer(recipe, records)
     labels = find_labels(recipe, records, judged)
     with Reader() as reader:
-        model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
-                           reader.put_off if device.type == "cpu" else None)
+        with catch_warnings():
+            filterwarnings("ignore", re.escape(ASIDE))  # a line says it
+            model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
+                               reader.put_off if device.type == "cpu" else None)
         configure(model, recipe, tokenizer, ranks)
         prepared = Prepared(recipe, device, ranks, model, tokenizer, labels)
         train, judge = prepared.loader(records, train=True), prepared.evaluation(held_out) if held_out else None
@@ -91,7 +95,7 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
             setup.idle.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
         if machine.offload and device.type == "cpu":
-            setup.idle.append("machine.offload: true, but on a CPU the host's memory holds everything already; leave it out")
+            setup.idle.append(ASIDE)
         setup.lines = [*opening(recipe, device, ranks, setup, ended), *setup.idle]
         if file := held_of_one(recipe.data, held_out):
             setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
@@ -259,13 +263,13 @@ class Prepared:
         examples = make_examples(recipe.objective, records, self.tokenizer, recipe.data, vocab=self.model.config.vocab, train=train,
                                  seed=recipe.seed, names=self.labels.names, segments=segmented(self.model))
         if not train:
-            many = (recipe.micro_batch or most_of(recipe, device)) * ranks.shares
+            many = (recipe.micro_batch or most_of(recipe, device, vars(self.model.config))) * ranks.shares
             return Loader(examples, examples.collate, many, rank=ranks.share, world=ranks.shares)
         order = order_of(recipe, records, examples)
         if may_pack(recipe, device.type == "cuda") and not self.model.prefixed and examples.padded and much_padding(examples):
             examples = Unpadded(cast(Packable, examples))
         return Loader(examples, examples.collate, recipe.batch, recipe.seed, ranks.share, ranks.shares, recipe.data.shuffle, order,
-                      budget_of(recipe, device, examples))
+                      budget_of(recipe, device, examples, vars(self.model.config)))
 
     def evaluation(self, records: Part) -> Evaluation:
         """The evaluation that the recipe asks for, on `records`. What it draws follows from the recipe's seed, so that all ranks
@@ -301,12 +305,16 @@ def order_of(recipe: Recipe, records: Part, examples: Examples) -> Order | None:
     return Grouped(examples.lengths, recipe.seed, max(1, batch))
 
 
-def budget_of(recipe: Recipe, device: torch.device, examples: Examples) -> Budget | None:
-    """The tokens of a step and of a forward, where they are counted: if the recipe says so, or batches have no padding."""
+def budget_of(recipe: Recipe, device: torch.device, examples: Examples, sizes: Mapping[str, Any]) -> Budget | None:
+    """The tokens of a step and of a forward, where they are counted: if the recipe says so, or batches have no padding. `sizes`:
+    the fields of the model's config."""
     together, micro = find_objective(recipe.objective).together, recipe.micro_batch
     if recipe.batch_tokens is None and (examples.padded or recipe.data.packing or together):
         return None
-    most = forward_tokens(device) if micro is None or examples.padded else micro * cast(Packable, examples).size
+    if micro is None or examples.padded:
+        most = forward_tokens(device, sizes, recipe.precision != "fp32")
+    else:
+        most = micro * cast(Packable, examples).size
     return Budget(recipe.batch_tokens, None if together else most, examples.padded)
 
 

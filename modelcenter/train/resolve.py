@@ -14,7 +14,7 @@ from ..data.config import DataConfig
 from ..data.objective import find_objective
 from ..errors import refuse
 from ..ops.linear import has_low_units
-from ..parallel.device import device_of
+from ..parallel.device import device_of, memory_of
 from ..parallel.machine import Machine
 from ..registry import presets
 from .launch import check_ranks
@@ -22,6 +22,9 @@ from .recipe import Recipe
 
 FORWARD = 8192  # tokens of a forward at most, where a recipe gives no micro-batch
 BASE = 768  # width of a model below which a forward has more, of as many numbers: with so few a GPU would wait for the host
+LARGE = 4  # times as many where there is memory: a step of fewer forwards adds up fewer gradients
+KEPT = 36  # bytes that a forward keeps of each token, layer and channel, in 16 bits: BERT 32, T5 31, GPT-2 33, LLaMA-3B 25
+SHARE = 3  # of a GPU's memory they may have one of so many parts
 WIDE = 256  # of hidden states, from which on bf16 is what a CPU with units for it computes in
 FORWARD_CPU = 1024  # on a CPU, which is no faster with more: GPT-2 takes 5 s for these on two cores
 
@@ -40,11 +43,17 @@ def resolve(recipe: Recipe, machine: Machine) -> tuple[Recipe, torch.device]:
     precision = recipe.precision
     if precision == "auto":
         precision = automatic_precision(device, sizes.get("dim"))
-    most, micro = most_of(recipe, device, sizes.get("dim")), recipe.micro_batch
+    recipe = replace(recipe, precision=precision)
+    most, micro = most_of(recipe, device, sizes), recipe.micro_batch
     if micro is None and recipe.batch_tokens is None:
         together = find_objective(recipe.objective).together
-        micro = recipe.batch if together else max(n for n in range(1, min(most, recipe.batch) + 1) if recipe.batch % n == 0)
-    return replace(recipe, precision=precision, micro_batch=micro, task=recipe.head), device
+        micro = recipe.batch if together else divisor(recipe.batch, most)
+    return replace(recipe, micro_batch=micro, task=recipe.head), device
+
+
+def divisor(batch: int, most: int) -> int:
+    """The largest divisor of a batch that is at most so much."""
+    return max(n for n in range(1, min(most, batch) + 1) if batch % n == 0)
 
 
 def check_heads(recipe: Recipe, machine: Machine) -> None:
@@ -100,16 +109,25 @@ def may_pack(recipe: Recipe, gpu: bool) -> bool:
     return recipe.data.padding_free is None and objective.packs and not recipe.loss.r_drop and (recur or not gpu)
 
 
-def forward_tokens(device: torch.device, width: int | None = None) -> int:
-    """The maximum number of tokens per forward for a model of that width, if a recipe does not give the number of sequences."""
+def forward_tokens(device: torch.device, sizes: Mapping[str, Any], low: bool) -> int:
+    """The maximum number of tokens per forward, if a recipe does not give the number of sequences, for a model whose config has
+    these `sizes`. `low`: it computes in 16 bits."""
     if device.type == "cpu":
         return FORWARD_CPU
-    return FORWARD if width is None else int(FORWARD * max(1.0, BASE / width))
+    width, layers = sizes.get("dim"), sizes.get("layers", 0)
+    if width is None:
+        return FORWARD
+    if "decoder_layers" in sizes:
+        layers += sizes["decoder_layers"] or layers
+    most, there = int(FORWARD * max(1.0, BASE / width)), memory_of(device)
+    while low and there is not None and 2 * most <= LARGE * FORWARD and 2 * most * KEPT * layers * width <= there[1] / SHARE:
+        most *= 2
+    return most
 
 
-def most_of(recipe: Recipe, device: torch.device, width: int | None = None) -> int:
-    """The number of sequences of maximum length that a forward may have; if a step must be one forward, as many as its tokens
-    fill."""
+def most_of(recipe: Recipe, device: torch.device, sizes: Mapping[str, Any]) -> int:
+    """The number of sequences of maximum length that a forward may have, of a resolved recipe; if a step must be one forward, as
+    many as its tokens fill."""
     if recipe.batch_tokens is not None and find_objective(recipe.objective).together:
         return -(-recipe.batch_tokens // recipe.data.seq_len)
-    return max(1, forward_tokens(device, width) // recipe.data.seq_len)
+    return max(1, forward_tokens(device, sizes, recipe.precision != "fp32") // recipe.data.seq_len)
