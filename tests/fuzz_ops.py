@@ -39,10 +39,9 @@ from torch import Tensor, nn
 
 from modelcenter.ops import _kernels, _norm, draw, quantize
 from modelcenter.ops._kernels import call
-from modelcenter.ops._op import wide as widened
 from modelcenter.ops.activation import GATED, gated_backward
 from modelcenter.ops.cross_entropy import IGNORE
-from modelcenter.ops.dropout import dropout
+from modelcenter.ops.dropout import dropped
 from modelcenter.ops.gated_linear import gated_linear
 from modelcenter.ops.rotary import rotary_
 from modelcenter.optim import adafactor, adamw
@@ -65,11 +64,6 @@ class Unfit(Exception):
 
 # ---- what arguments are made of
 
-
-
-def dropped(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Dropout in at least fp32."""
-    return dropout.reference(widened(x), None, seed, p)
 
 def numbers(rng: random.Random, device: str, dtype: torch.dtype, *shape: int, most: float = 0) -> Tensor:
     """Normal numbers of some size; now and then one that is none, or of the largest."""

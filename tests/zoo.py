@@ -276,7 +276,7 @@ def dropout_as_pattern() -> Iterator[None]:
 
     ours = sys.modules["modelcenter.ops.dropout"]  # what float64 goes through; by this name, because ops.dropout is the op
     before = F.dropout, F.scaled_dot_product_attention, ours.dropped
-    F.dropout, F.scaled_dot_product_attention, ours.dropped = pattern, attention, lambda x, seed, p: pattern(x, p)
+    F.dropout, F.scaled_dot_product_attention, ours.dropped = pattern, attention, lambda x, seed, p, kernel: pattern(x, p)
     try:
         yield
     finally:

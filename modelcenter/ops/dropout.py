@@ -67,11 +67,16 @@ def factor(p: float) -> float:
     return 65536 / left if left else 0.0
 
 
+def dropped(x: Tensor, seed: Tensor, p: float, kernel: str = "dropout") -> Tensor:
+    """Dropout alone, in at least fp32."""
+    return torch.where(kept(x.shape, seed, p, kernel), wide(x) * factor(p), 0)
+
+
 def reference(x: Tensor, residual: Tensor | None, seed: Tensor, p: float, kernel: str = "dropout") -> Tensor:
     expect(kernel, "x", x)
     if residual is not None:
         expect(kernel, "residual", residual, x.shape)
-    out = torch.where(kept(x.shape, seed, p, kernel), wide(x) * factor(p), 0)
+    out = dropped(x, seed, p, kernel)
     return out.to(x.dtype) if residual is None else (out + wide(residual)).to(residual.dtype)
 
 
