@@ -6,8 +6,8 @@
 // and the head dim. Of the probabilities each row's largest score and its sum are kept, and the backward computes
 // them again as they were: one logarithm for both, once rounded, would be off by as much for the whole row.
 //
-// Where a processor multiplies pairs of bf16 and adds both to a sum in fp32, twice the products of an instruction, bf16 is not widened:
-// what is summed over lies in pairs, and probabilities and their gradients are rounded to bf16 before they are multiplied.
+// Nothing but results is rounded to 16 bits. Where a processor multiplies pairs of bf16 and adds both to a sum in fp32, twice the
+// products of an instruction, that is done for scores and for the gradients of probabilities, whose factors are given in bf16.
 //
 // Element (row, key) of the dropout mask has the number row * span + key, where rows count through (b h s), keys within a sequence,
 // and span is the longest sequence's keys rounded up to 128.
@@ -65,27 +65,25 @@ void tile(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, f
 #if defined(__AVX512F__) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 11)
 #define MC_PAIRS __attribute__((target("avx512bf16")))
 constexpr bool PAIRABLE = true;
-bool pairs_here() { return __builtin_cpu_supports("avx512bf16"); }
+bool pairs_here() {  // Intel's take two cycles where a multiplication in fp32 takes one
+    return __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel");
+}
 
-// The same of pairs, k of them: c = sums * times, or += sums
-template <int N, bool TURNED>
-MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
-                            float times) {
+// The same of pairs, k of them: c = sums * times
+template <int N>
+MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, float times) {
     __m512 sums[DOWN][N];
-    const float* rows[DOWN];
 #pragma GCC unroll 8
-    for (int i = 0; i < DOWN; i++) {
-        rows[i] = a + i * lda;
+    for (int i = 0; i < DOWN; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) sums[i][j] = _mm512_setzero_ps();
-    }
-    for (int64_t at = 0; at < k; at++, b += ldb, a += lda) {
+    for (int64_t at = 0; at < k; at++, b += ldb) {
         __m512bh right[N];
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) right[j] = (__m512bh)_mm512_loadu_ps(b + j * WIDTH);
 #pragma GCC unroll 8
         for (int i = 0; i < DOWN; i++) {
-            const __m512bh left = (__m512bh)_mm512_set1_ps(TURNED ? a[i] : rows[i][at]);
+            const __m512bh left = (__m512bh)_mm512_set1_ps(a[i * lda + at]);
 #pragma GCC unroll 4
             for (int j = 0; j < N; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], left, right[j]);
         }
@@ -93,71 +91,39 @@ MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float*
 #pragma GCC unroll 8
     for (int i = 0; i < DOWN; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) {
-            float* to = c + i * ldc + j * WIDTH;
-            _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), sums[i][j]) : _mm512_mul_ps(sums[i][j], _mm512_set1_ps(times)));
-        }
-}
-
-// Two rows of n floats (a multiple of 16) to pairs, one of each row
-MC_PAIRS void pair(float* to, const float* first, const float* second, int64_t n) {
-    uint16_t order[2 * LANES];
-    for (int i = 0; i < 2 * LANES; i++) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * LANES);
-    const __m512i zipped = _mm512_loadu_si512(order);
-    for (int64_t j = 0; j < n; j += LANES) {
-        const __m512bh both = _mm512_cvtne2ps_pbh(second ? _mm512_loadu_ps(second + j) : _mm512_setzero_ps(), _mm512_loadu_ps(first + j));
-        _mm512_storeu_si512(to + j, _mm512_permutexvar_epi16(zipped, (__m512i)both));
-    }
-}
-
-// A row of n floats (a multiple of 16) to pairs of neighbours, half as many
-MC_PAIRS void halve(float* to, const float* from, int64_t n) {
-    for (int64_t j = 0; j < n; j += LANES)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j / 2), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + j)));
+        for (int j = 0; j < N; j++) _mm512_storeu_ps(c + i * ldc + j * WIDTH, _mm512_mul_ps(sums[i][j], _mm512_set1_ps(times)));
 }
 #else
-constexpr bool PAIRABLE = false;  // none of these is called
+constexpr bool PAIRABLE = false;  // neither of these is called
 inline bool pairs_here() { return false; }
-template <int N, bool TURNED>
-void tile_of_pairs(int64_t, const float*, int64_t, const float*, int64_t, float*, int64_t, bool, float) {}
-inline void pair(float*, const float*, const float*, int64_t) {}
-inline void halve(float*, const float*, int64_t) {}
+template <int N>
+void tile_of_pairs(int64_t, const float*, int64_t, const float*, int64_t, float*, int64_t, float) {}
 #endif
 
-template <bool PAIRS, int N, bool TURNED>
-void either(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add, float times) {
-    if constexpr (PAIRS) tile_of_pairs<N, TURNED>(k, a, lda, b, ldb, c, ldc, add, times);
-    else tile<N, TURNED>(k, a, lda, b, ldb, c, ldc, add);
-}
-
-template <bool PAIRS, bool TURNED>
-void part(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
-          float times) {
+// f(rows of c, i; floats of b and c, j; N), N a constant, for every tile
+template <class F>
+MC_INLINE void tiles(int64_t m, int64_t n, F f) {
     for (int64_t j = 0; j < n; j += ACROSS * WIDTH)
-        for (int64_t i = 0; i < m; i += DOWN) {
-            const float* from = TURNED ? a + i : a + i * lda;
-            float* to = c + i * ldc + j;
-            switch ((n - j) / WIDTH) {
-                case 1: either<PAIRS, 1, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times); break;
-                case 2: either<PAIRS, 2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times); break;
-                case 3: either<PAIRS, ACROSS == 4 ? 3 : 2, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times); break;
-                default: either<PAIRS, ACROSS, TURNED>(k, from, lda, b + j, ldb, to, ldc, add, times);
+        for (int64_t i = 0; i < m; i += DOWN) switch ((n - j) / WIDTH) {
+                case 1: f(i, j, std::integral_constant<int, 1>()); break;
+                case 2: f(i, j, std::integral_constant<int, 2>()); break;
+                case 3: f(i, j, std::integral_constant<int, ACROSS == 4 ? 3 : 2>()); break;
+                default: f(i, j, std::integral_constant<int, ACROSS>());
             }
-        }
 }
 
-// PAIRS: a and b hold pairs of what is summed over, k of them single; a product that is not added is multiplied by `times`.
 // n is a multiple of 16; of a and c there are as many rows as make m a multiple of DOWN. Sums of many are sums of sums of SUM: a number
 // that is added to a large one loses what it has below that one's last digit. What is not added to anything is scores, whose error is
 // most of all that follows.
-template <bool PAIRS, bool TURNED>
-void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add,
-             float times = 1) {
+template <bool TURNED>
+void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
     const int64_t SUM = TURNED || add ? 64 : 32;
-    if (PAIRS) return part<true, TURNED>(m, n, (k + 1) / 2, a, lda, b, ldb, c, ldc, add, times);
-    for (; k > SUM; k -= SUM, a += TURNED ? SUM * lda : SUM, b += SUM * ldb, add = true)
-        part<false, TURNED>(m, n, SUM, a, lda, b, ldb, c, ldc, add, 1);
-    part<false, TURNED>(m, n, k, a, lda, b, ldb, c, ldc, add, 1);
+    for (; k > 0; k -= SUM, a += TURNED ? SUM * lda : SUM, b += SUM * ldb, add = true) {
+        const int64_t some = k < SUM ? k : SUM;
+        tiles(m, n, [&](int64_t i, int64_t j, auto N) {
+            tile<N.value, TURNED>(some, TURNED ? a + i : a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, add);
+        });
+    }
 }
 
 // ---- tiles: ROWS queries against up to KEYS keys; keys turned (d x keys) lie in panels of PANEL
@@ -188,16 +154,6 @@ MC_INLINE void gather_pairs(float* to, const bf16* from, int64_t rows, int64_t s
         memset(to + i * (wide / 2), 0, wide * 2);
         memcpy(to + i * (wide / 2), from + i * step, d * 2);
     }
-}
-
-// The same in pairs of a row and the next, of which there may be none: rows / 2 of wide.
-MC_INLINE void zip(float* to, const bf16* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
-    for (int64_t i = 0; i < rows; i += 2)
-        each(d, [&](int64_t c, int n) {
-            const vu first = float_to_bits(load_n(from + i * step + c, n));
-            const vu second = i + 1 < rows ? float_to_bits(load_n(from + (i + 1) * step + c, n)) : vu{};
-            store(to + i / 2 * wide + c, bits_to_float(first >> 16 | second));
-        });
 }
 
 // two bf16, a float to what only moves it
@@ -236,16 +192,11 @@ void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
     }
 }
 
-// What products take: left, with what is summed over within a row; right, with it from row to row; turned, right and by columns.
+// What scores are products of: queries, and keys in panels
 template <bool PAIRS, class T>
 void left(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
     if constexpr (PAIRS) gather_pairs(to, from, rows, step, d, wide);
     else gather(to, from, rows, step, d, wide, scale);
-}
-template <bool PAIRS, class T>
-void right(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
-    if constexpr (PAIRS) zip(to, from, rows, step, d, wide);
-    else gather(to, from, rows, step, d, wide, 1.0f);
 }
 template <bool PAIRS, class T>
 void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
@@ -253,12 +204,11 @@ void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
     else turn(to, from, rows, step, d);
 }
 
-// e^x where x is not above 0 by more than rounding: to 1 unit in the last place, and 0 from -104 down
+// e^x where x is not above 0 by more than rounding: to 1 unit in the last place, and 0 below -87, where results would be subnormal: a
+// product of such takes a hundred times as long
 MC_INLINE vf below(vf x) {
-#if defined(__AVX512F__)
-    const vf low = reinterpret_cast<vf>(_mm512_max_ps(reinterpret_cast<__m512>(all(-104.0f)), reinterpret_cast<__m512>(x)));
-    const vf shifted = low * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
-    vf r = low - n * 0.693359375f;
+    const vf shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
+    vf r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
     vf p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
@@ -267,20 +217,24 @@ MC_INLINE vf below(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + (r + 1.0f);
-    return reinterpret_cast<vf>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+#if defined(__AVX512F__)
+    const __mmask16 there = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+    return reinterpret_cast<vf>(_mm512_maskz_scalef_ps(there, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
 #else
-    return vexp(x);
+    p = p * bits_to_float((float_to_bits(shifted) - (0x4B400000u - 127u)) << 23);
+    return choose<pf>(x, vf{}, p, [](pf x) { return x < -87.0f; });
 #endif
 }
 
 MC_INLINE vf first(vf x, int64_t n, float rest) {  // the first n lanes of x
     vi lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
-    return lane < vi{} + static_cast<int32_t>(n) ? x : all(rest);
+    const auto end = static_cast<int32_t>(n);
+    return choose<pi>(lane, x, all(rest), [end](pi lane) { return lane < end; });
 }
 
 struct Problem {
-    const void *q, *k, *v, *out, *grad, *mask;
+    const void *q, *k, *v, *grad, *mask;
     void *to, *dq, *dk, *dv;  // to: the forward's out
     float *top, *share, *dmask;  // of each row the largest score, and 1 over the sum of e^(score - that)
     Dtype mask_dtype;
@@ -323,13 +277,9 @@ struct Head {
             case mc::F32: return load_n(static_cast<const float*>(p.mask) + at, n);
             case mc::BF16: return load_n(static_cast<const bf16*>(p.mask) + at, n);
             case mc::F16: return load_n(static_cast<const fp16*>(p.mask) + at, n);
-            default: {
-                uint8_t seen[LANES] = {};
-                memcpy(seen, static_cast<const uint8_t*>(p.mask) + at, n);
-                vi x;
-                for (int i = 0; i < LANES; i++) x[i] = seen[i];
-                return x != 0 ? vf{} : all(-INFINITY);
-            }
+            default:
+                return choose<pf>(load_n(static_cast<const uint8_t*>(p.mask) + at, n), vf{}, all(-INFINITY),
+                                  [](pf x) { return x != 0.0f; });
         }
     }
     bool any(int64_t i, int64_t rows, int64_t key, int n) const {  // does the mask show any of these keys to any of these rows?
@@ -376,12 +326,20 @@ MC_INLINE void clear(float* x, int64_t from, int64_t to) {  // from a multiple o
     for (; from < to; from += LANES) store(x + from, vf{});
 }
 
-// scores of `rows` queries and the keys [from, from + n) of the panels; only those of pairs are multiplied by `times`
+// Scores of `rows` queries and the keys [from, from + n) of the panels; only those of pairs are multiplied by `times`.
 template <bool PAIRS>
 void scores(float* x, const float* q, int64_t rows, int64_t wide, const float* panels, int64_t d, int64_t from, int64_t n, float times) {
-    for (int64_t j = 0; j < n; j += PANEL)
-        product<PAIRS, false>(rows, least(PANEL, up(n - j, LANES)), d, q, PAIRS ? wide / 2 : wide,
-                              panels + (from + j) * (PAIRS ? d / 2 : d), PANEL, x + j, LINE, false, times);
+    for (int64_t at = 0; at < n; at += PANEL) {
+        const int64_t keys = least(PANEL, up(n - at, LANES));
+        if constexpr (PAIRS) {
+            const float* panel = panels + (from + at) * (d / 2);
+            tiles(rows, keys, [&](int64_t i, int64_t j, auto N) {
+                tile_of_pairs<N.value>(d / 2, q + i * (wide / 2), wide / 2, panel + j, PANEL, x + i * LINE + at + j, LINE, times);
+            });
+        } else {
+            product<false>(rows, keys, d, q, wide, panels + (from + at) * d, PANEL, x + at, LINE, false);
+        }
+    }
 }
 
 struct Scratch {  // floats at multiples of 64 bytes, taken one after the other out of one block
@@ -455,9 +413,8 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
                 for (int64_t j = 0; j < n; j += LANES) store(row + j, masked(load(row + j), random + j, p.rate.threshold));
             }
             clear(row, up(n, LANES), keys);
-            if (PAIRS) halve(row, row, up(keys, LANES));
         }
-        product<PAIRS, false>(rows, wide, keys, x, LINE, values + (PAIRS ? from / 2 : from) * wide, wide, sums, wide, true);
+        product<false>(rows, wide, keys, x, LINE, values + from * wide, wide, sums, wide, true);
     }
     for (int64_t r = 0; r < rows; r++) {
         const bool blind = total[r] == 0;  // it sees nothing; e^(x - inf) is 0
@@ -480,13 +437,13 @@ bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
         const int64_t begin = part * each_part, end = least(one.s, begin + each_part);
         if (begin >= end) return;
         float* panels = scratch.take(up(one.t, PANEL) * p.d);
-        float* values = scratch.take(up(one.t, 2) * p.wide);
+        float* values = scratch.take(one.t * p.wide);
         float* q = scratch.take(ROWS * p.wide);
         float* sums = scratch.take(ROWS * p.wide);
         float* x = scratch.take(ROWS * LINE);
         clear(q, 0, ROWS * p.wide);  // rows past the last are computed and not read; what they hold must be no subnormals
         turned<PAIRS>(panels, static_cast<const T*>(p.k) + one.keys(kv), one.t, p.kv * p.d, p.d);
-        right<PAIRS>(values, static_cast<const T*>(p.v) + one.keys(kv), one.t, p.kv * p.d, p.d, p.wide);
+        gather(values, static_cast<const T*>(p.v) + one.keys(kv), one.t, p.kv * p.d, p.d, p.wide, 1.0f);
         for (int64_t g = 0; g < p.group(); g++) {
             const Head head(p, sequence, kv * p.group() + g);
             for (int64_t i = begin; i < end; i += ROWS) attend<PAIRS, T>(head, i, least(ROWS, end - i), panels, values, q, x, sums);
@@ -494,111 +451,123 @@ bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
     });
 }
 
-// ---- backward: with P the probabilities, M the dropout mask over 1 - p, dP = M * (dO V^T) and D = sum(dO * O) of each row,
-// dS = P * (dP - D), dV = (M * P)^T dO, dQ = dS K scale, dK = dS^T Q scale, dmask = dS
+// ---- backward: with P the probabilities, M the dropout mask over 1 - p, dP = M * (dO V^T) and D = sum(P * dP) of each row,
+// dS = P * (dP - D), dV = (M * P)^T dO, dQ = dS K scale, dK = dS^T Q scale, dmask = dS. D is also sum(dO * O), which takes no keys before
+// the first dS, but O was rounded.
+
+// What a task has of its keys, and the tiles of ROWS queries and all that they see.
+struct Backward {
+    float *k_panels, *v_panels, *k, *dk, *dv;
+    float *q, *grad, *pairs_q, *pairs_grad, *dq, *x, *dx;
+    static int64_t all_tiles(int64_t t) { return (t + KEYS - 1) / KEYS * ROWS * LINE; }
+    static int64_t floats(int64_t t, int64_t d, int64_t wide) {
+        return up(t, PANEL) * 2 * d + (3 * t + 4 * LANES) * wide + 5 * ROWS * wide + 2 * all_tiles(t);
+    }
+    Backward(Scratch& scratch, int64_t t, int64_t d, int64_t wide) {
+        k_panels = scratch.take(up(t, PANEL) * d), v_panels = scratch.take(up(t, PANEL) * d);
+        k = scratch.take(t * wide), dk = scratch.take((t + 2 * LANES) * wide), dv = scratch.take((t + 2 * LANES) * wide);
+        for (float** each : {&q, &grad, &pairs_q, &pairs_grad, &dq}) *each = scratch.take(ROWS * wide);
+        x = scratch.take(all_tiles(t)), dx = scratch.take(all_tiles(t));
+        for (float* each : {q, grad, pairs_q, pairs_grad}) clear(each, 0, ROWS * wide);
+    }
+};
+
+// x = P of rows [i, i + rows) and keys [from, from + keys), where dropped negated; dx = dO V^T; and what they add to each row's D
+template <bool PAIRS>
+void probabilities(const Head& h, int64_t i, int64_t rows, int64_t from, int64_t keys, const Backward& b, float* x, float* dx, float* inner) {
+    const Problem& p = h.p;
+    scores<PAIRS>(x, PAIRS ? b.pairs_q : b.q, rows, p.wide, b.k_panels, p.d, from, keys, p.scale);
+    scores<PAIRS>(dx, PAIRS ? b.pairs_grad : b.grad, rows, p.wide, b.v_panels, p.d, from, keys, 1);
+    for (int64_t r = 0; r < rows; r++) {
+        float *row = x + r * LINE, *drow = dx + r * LINE;
+        const int64_t n = most(0, least(keys, h.sees(i + r) - from)), clean = least(up(keys, LANES) + LANES, LINE);
+        const float top = p.top[h.row(i + r)], share = p.share[h.row(i + r)];
+        const int64_t hidden = p.mask ? h.hidden(i + r) + from : 0;
+        const bool drop = p.drop;
+        uint16_t random[KEYS];
+        if (drop) h.bits(random, i + r, from, n);
+        vf total{};
+        each(n, [&](int64_t j, int lanes) {
+            vf score = load(row + j), change = load(drow + j);
+            if (p.mask) score += h.bias(hidden + j, lanes);
+            if (lanes < LANES) score = first(score, lanes, -INFINITY), change = first(change, lanes, 0), store(drow + j, change);
+            const vf e = below(score - top) * share, kept = drop ? masked(e, random + j, p.rate.threshold) : e;
+            total += kept * change;
+            store(row + j, drop ? kept - (e - kept) : e);
+        });
+        inner[r] += sum(total);
+        clear(row, up(n, LANES), clean);
+        clear(drow, up(n, LANES), clean);
+    }
+}
+
+// Rows [i, i + rows) of one head.
+template <bool PAIRS, class T>
+void differentiate(const Head& h, int64_t i, int64_t rows, const Backward& b) {
+    const Problem& p = h.p;
+    const int64_t d = p.d, wide = p.wide, step = p.heads * d;
+    const T *q = static_cast<const T*>(p.q) + h.queries(i), *grad = static_cast<const T*>(p.grad) + h.queries(i);
+    gather(b.q, q, rows, step, d, wide, p.scale);
+    gather(b.grad, grad, rows, step, d, wide, 1.0f);
+    if constexpr (PAIRS) gather_pairs(b.pairs_q, q, rows, step, d, wide), gather_pairs(b.pairs_grad, grad, rows, step, d, wide);
+    clear(b.dq, 0, ROWS * wide);
+    int64_t begin, end;
+    h.seen(i, rows, begin, end);
+    float inner[ROWS] = {};
+    const auto each_tile = [&](auto f) {
+        int64_t at = 0;
+        for (int64_t from = begin; from < end; from += KEYS, at += ROWS * LINE) f(from, least(KEYS, end - from), b.x + at, b.dx + at);
+    };
+    each_tile([&](int64_t from, int64_t keys, float* x, float* dx) { probabilities<PAIRS>(h, i, rows, from, keys, b, x, dx, inner); });
+    each_tile([&](int64_t from, int64_t keys, float* x, float* dx) {
+        for (int64_t r = 0; r < rows; r++) {
+            float *row = x + r * LINE, *drow = dx + r * LINE;
+            const int64_t n = most(0, least(keys, h.sees(i + r) - from));
+            const bool drop = p.drop;
+            const float scale = p.rate.scale, mean = drop ? inner[r] * scale : inner[r];
+            each(n, [&](int64_t j, int lanes) {
+                const vf e = load(row + j), change = load(drow + j), kept = drop ? vmax(vf{}, e) : e;  // a NaN is kept
+                const vf found = drop ? kept * (change * scale) - vabs(e) * mean : e * (change - mean);
+                store(row + j, kept);
+                store(drow + j, lanes < LANES ? first(found, lanes, 0) : found);
+            });
+            if (p.dmask) {
+                float* to = p.dmask + h.hidden(i + r) + from;
+                each(n, [&](int64_t j, int lanes) { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
+            }
+        }
+        product<true>(keys, wide, rows, x, LINE, b.grad, wide, b.dv + from * wide, wide, true);
+        product<true>(keys, wide, rows, dx, LINE, b.q, wide, b.dk + from * wide, wide, true);
+        product<false>(rows, wide, keys, dx, LINE, b.k + from * wide, wide, b.dq, wide, true);
+    });
+    scatter(static_cast<T*>(p.dq) + h.queries(i), b.dq, rows, step, d, wide, p.scale);
+}
 
 template <bool PAIRS, class T>
 void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratch) {
     const Head one(p, sequence, kv * p.group());
-    const int64_t s = one.s, t = one.t, d = p.d, wide = p.wide, step = p.heads * d;
+    const int64_t t = one.t, d = p.d, wide = p.wide, step = p.kv * d;
     scratch.at = scratch.block;
-    float* k_panels = scratch.take(up(t, PANEL) * d);
-    float* v_panels = scratch.take(up(t, PANEL) * d);
-    float* k = scratch.take(t * wide);
-    float* dk = scratch.take((t + 2 * LANES) * wide);
-    float* dv = scratch.take((t + 2 * LANES) * wide);
-    float* q = scratch.take((s + DOWN) * wide);  // in pairs the upper half is q again, as what is right of a product; so is grad's
-    float* grad = scratch.take((s + DOWN) * wide);
-    float *q_right = q, *grad_right = grad;
-    if (PAIRS) q_right += (s + DOWN) / 2 * wide, grad_right += (s + DOWN) / 2 * wide;
-    float* dq = scratch.take((s + DOWN) * wide);
-    float* inner = scratch.take(s);
-    float* x = scratch.take(ROWS * LINE);
-    float* dx = scratch.take(ROWS * LINE);
-    float* pairs = PAIRS ? scratch.take(ROWS * LINE) : nullptr;  // x and dx, a row and the next
-    turned<PAIRS>(k_panels, static_cast<const T*>(p.k) + one.keys(kv), t, p.kv * d, d);
-    turned<PAIRS>(v_panels, static_cast<const T*>(p.v) + one.keys(kv), t, p.kv * d, d);
-    right<PAIRS>(k, static_cast<const T*>(p.k) + one.keys(kv), t, p.kv * d, d, wide);
-    clear(dk, 0, t * wide);
-    clear(dv, 0, t * wide);
+    const Backward b(scratch, t, d, wide);
+    const T *k = static_cast<const T*>(p.k) + one.keys(kv), *v = static_cast<const T*>(p.v) + one.keys(kv);
+    turned<PAIRS>(b.k_panels, k, t, step, d);
+    turned<PAIRS>(b.v_panels, v, t, step, d);
+    gather(b.k, k, t, step, d, wide, 1.0f);
+    clear(b.dk, 0, t * wide);
+    clear(b.dv, 0, t * wide);
     for (int64_t g = 0; g < p.group(); g++) {
         const Head h(p, sequence, kv * p.group() + g);
-        left<PAIRS>(q, static_cast<const T*>(p.q) + h.queries(0), s, step, d, wide, p.scale);
-        left<PAIRS>(grad, static_cast<const T*>(p.grad) + h.queries(0), s, step, d, wide, 1.0f);
-        if (PAIRS) {
-            right<PAIRS>(q_right, static_cast<const T*>(p.q) + h.queries(0), s, step, d, wide);
-            right<PAIRS>(grad_right, static_cast<const T*>(p.grad) + h.queries(0), s, step, d, wide);
-        }
-        clear(dq, 0, s * wide);
-        for (int64_t i = 0; i < s; i++) {
-            const T *given = static_cast<const T*>(p.grad) + h.queries(i), *out = static_cast<const T*>(p.out) + h.queries(i);
-            vf both = vf{};
-            each(d, [&](int64_t c, int n) { both += load_n(given + c, n) * load_n(out + c, n); });
-            inner[i] = sum(both);
-        }
-        for (int64_t from = 0; from < t; from += KEYS)
-            for (int64_t i = 0; i < s; i += ROWS) {
-                const int64_t rows = least(ROWS, s - i);
-                int64_t begin, end;
-                h.seen(i, rows, begin, end);
-                begin = most(begin, from), end = least(end, from + KEYS);
-                if (begin >= end) continue;
-                const int64_t keys = end - begin, clean = least(up(keys, LANES) + LANES, LINE);
-                const int64_t deep = PAIRS ? wide / 2 : wide, high = PAIRS ? i / 2 : i, first_key = PAIRS ? begin / 2 : begin;
-                scores<PAIRS>(x, q + i * deep, rows, wide, k_panels, d, begin, keys, p.scale);
-                scores<PAIRS>(dx, grad + i * deep, rows, wide, v_panels, d, begin, keys, 1);
-                for (int64_t r = 0; r < rows; r++) {
-                    float *row = x + r * LINE, *drow = dx + r * LINE;
-                    const int64_t n = most(0, least(keys, h.sees(i + r) - begin));
-                    const float top = p.top[h.row(i + r)], share = p.share[h.row(i + r)], mean = inner[i + r], scale = p.rate.scale;
-                    const int64_t hidden = p.mask ? h.hidden(i + r) + begin : 0;
-                    uint16_t random[KEYS];
-                    if (p.drop) h.bits(random, i + r, begin, n);
-                    each(n, [&](int64_t j, int lanes) {
-                        vf score = load(row + j), change = load(drow + j);
-                        if (p.mask) score += h.bias(hidden + j, lanes);
-                        if (lanes < LANES) score = first(score, lanes, -INFINITY);
-                        const vf e = below(score - top) * share;
-                        if (p.drop) {
-                            store(row + j, masked(e * scale, random + j, p.rate.threshold));
-                            change = masked(change * scale, random + j, p.rate.threshold);
-                        } else {
-                            store(row + j, e);
-                        }
-                        store(drow + j, e * (change - mean));
-                    });
-                    if (p.dmask) {
-                        float* to = p.dmask + hidden;
-                        each(n, [&](int64_t j, int lanes) { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
-                    }
-                    clear(row, up(n, LANES), clean);
-                    clear(drow, up(n, LANES), clean);
-                }
-                const float *of_v = PAIRS ? pairs : x, *of_k = PAIRS ? pairs + ROWS / 2 * LINE : dx;
-                if (PAIRS) {
-                    for (int64_t r = 0; r < rows; r += 2) {
-                        pair(pairs + r / 2 * LINE, x + r * LINE, r + 1 < rows ? x + (r + 1) * LINE : nullptr, clean);
-                        pair(pairs + (ROWS + r) / 2 * LINE, dx + r * LINE, r + 1 < rows ? dx + (r + 1) * LINE : nullptr, clean);
-                    }
-                    for (int64_t r = 0; r < rows; r++) halve(dx + r * LINE, dx + r * LINE, up(keys, LANES));
-                }
-                product<PAIRS, true>(keys, wide, rows, of_v, LINE, grad_right + high * wide, wide, dv + begin * wide, wide, true);
-                product<PAIRS, true>(keys, wide, rows, of_k, LINE, q_right + high * wide, wide, dk + begin * wide, wide, true);
-                product<PAIRS, false>(rows, wide, keys, dx, LINE, k + first_key * wide, wide, dq + i * wide, wide, true);
-            }
-        scatter(static_cast<T*>(p.dq) + h.queries(0), dq, s, step, d, wide, p.scale);
+        for (int64_t i = 0; i < h.s; i += ROWS) differentiate<PAIRS, T>(h, i, least(ROWS, h.s - i), b);
     }
-    scatter(static_cast<T*>(p.dk) + one.keys(kv), dk, t, p.kv * d, d, wide, PAIRS ? p.scale : 1.0f);
-    scatter(static_cast<T*>(p.dv) + one.keys(kv), dv, t, p.kv * d, d, wide, 1.0f);
+    scatter(static_cast<T*>(p.dk) + one.keys(kv), b.dk, t, step, d, wide, 1.0f);
+    scatter(static_cast<T*>(p.dv) + one.keys(kv), b.dv, t, step, d, wide, p.drop ? p.rate.scale : 1.0f);
 }
 
 template <bool PAIRS, class T>
-bool backward(const Problem& p, int64_t longest_q, int64_t longest_k) {
+bool backward(const Problem& p, int64_t longest_k) {
     // what shares an element of the mask's gradient is one task, in a fixed order
     const int64_t sequences = p.dmask && p.mask_b == 1 ? 1 : p.sequences, kvs = p.dmask && p.mask_h == 1 ? 1 : p.kv;
-    const int64_t floats = up(longest_k, PANEL) * 2 * p.d + (3 * longest_k + 4 * LANES) * p.wide +
-                           3 * (longest_q + DOWN) * p.wide + longest_q + (PAIRS ? 3 : 2) * ROWS * LINE;
-    return tasks(sequences * kvs, floats, [&](int64_t task, Scratch& scratch) {
+    return tasks(sequences * kvs, Backward::floats(longest_k, p.d, p.wide), [&](int64_t task, Scratch& scratch) {
         const int64_t a = task / kvs, b = task % kvs;
         for (int64_t sequence = a; sequence < p.sequences; sequence += sequences)
             for (int64_t kv = b; kv < p.kv; kv += kvs) backward_of<PAIRS, T>(p, sequence, kv, scratch);
@@ -610,7 +579,7 @@ bool compute(const Problem& p, int64_t longest_q, int64_t longest_k) {
     if constexpr (PAIRABLE && !PAIRS && std::is_same_v<T, bf16>)
         if (pairs_here() && p.d % 2 == 0) return compute<FORTH, true, T>(p, longest_q, longest_k);
     if constexpr (FORTH) return forward<PAIRS, T>(p, longest_q, longest_k);
-    else return backward<PAIRS, T>(p, longest_q, longest_k);
+    else return backward<PAIRS, T>(p, longest_k);
 }
 
 // The arguments that both directions have.
@@ -696,7 +665,7 @@ MC_KERNEL(attention_backward) {
     int64_t longest_q, longest_k;
     Problem p = read(call, q, longest_q, longest_k);
     const Array mask = read_mask(call, p);
-    p.out = call.in("out", q.dtype, q.shape).data;
+    call.in("out", q.dtype, q.shape);  // of kernels that take D from it
     p.keep(call.in("stats", F32, Shape{2, p.b, p.heads, p.s}));
     p.grad = call.in("grad", q.dtype, q.shape).data;
     p.dq = call.out("dq", q.dtype, q.shape).data;

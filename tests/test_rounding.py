@@ -93,6 +93,34 @@ def test_attention_adds_up_sums_of_few() -> None:
     assert max(found) < most, found
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_in_16_bits_rounds_its_results_alone(dtype: torch.dtype) -> None:
+    """Neither probabilities, which are multiplied, nor out, which the gradients of scores could be found from."""
+    q, k, v, grad = normal("cpu", (1, 560, 4, 64), (1, 600, 2, 64), (1, 600, 2, 64), (1, 560, 4, 64), dtype=dtype)
+    found = []
+    for function, exact in ((OPS["attention"], False), (OPS["attention"].reference, True)):
+        given = [leaf(x, exact) for x in (q, k, v)]
+        out = function(*given, None, None, None, 0.125, True, torch.tensor([5]), 0.1)
+        found.append([t.detach().double() for t in (out, *torch.autograd.grad(out, given, grad.to(out)))])
+    for ours, truth in zip(*found, strict=True):
+        rounded = (truth.to(dtype).double() - truth).norm()
+        assert (ours - truth).norm() < 1.02 * rounded  # 1.13 to 1.21 of it from a rounded out, more from rounded probabilities
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32], ids=str)
+def test_hidden_keys_weigh_nothing(mask: torch.dtype) -> None:
+    """Not even as little as a product with a large number, or a subnormal's time, would show."""
+    q, k, v = normal("cpu", (1, 7, 2, 16), (1, 33, 2, 16), (1, 33, 2, 16))
+    v[:, 5, :, 0] = 3e38
+    seen = (torch.arange(33) != 5).expand(1, 1, 7, 33)
+    hidden = seen if mask == torch.bool else torch.zeros(1, 1, 7, 33).masked_fill(~seen, float("-inf"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = OPS["attention"](*leaves, hidden, None, None, 0.25, False, None, 0.0)
+    assert out.abs().max() < 10
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(grad[:, 5].eq(0).all() for grad in grads[1:])
+
+
 @each_device
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 def test_a_gradient_around_a_residual_in_fp32_is_dropped_and_rounded_by_one_kernel(low: torch.dtype, device: str) -> None:
