@@ -197,7 +197,7 @@ def test_each_window_is_packed_by_itself(count: int, monkeypatch: pytest.MonkeyP
     """More sequences than are packed at a time: each stands in one bin, beside others of its window."""
     monkeypatch.setattr(packing, "WINDOW", 7)
     lengths = np.random.default_rng(0).integers(1, 12, count)
-    packed = Packed(SimpleNamespace(lengths=lengths, size=11))  # type: ignore[arg-type]  # all that is asked of examples
+    packed = Packed(SimpleNamespace(lengths=lengths, size=11, written=0))  # type: ignore[arg-type]  # all that is asked of examples
     bins = [packed.bins[k].tolist() for k in range(len(packed))]
     assert sorted(k for bin in bins for k in bin) == list(range(count))
     assert all(len({k // 7 for k in bin}) == 1 for bin in bins)

@@ -533,7 +533,8 @@ def test_a_model_alone_is_trained_on_what_its_objective_takes(tmp_path: Path, ob
     job = paper.job_alone(recipe, CPU, False)
     made = job.batch(4)
     pairs, texts = bool(job.model.encoder_decoder), 2 if declared.task == "embed" else 1
-    assert (job.rows, job.tokens) == (6, 16 * (1 + pairs) * texts) and made["input_ids"].numel() == 4 * 16 * texts
+    targets = declared.target_len(recipe.data) if pairs else 0  # of spans fewer
+    assert (job.rows, job.tokens) == (6, 16 * texts + targets) and made["input_ids"].numel() == 4 * 16 * texts
     real = mc.build(model, config=dict(recipe.config), task=declared.task, num_labels=1 if objective == "regress" else None)
     assert bool(real(**made, num_items_in_batch=1).loss.isfinite())
     if objective in ROWS:

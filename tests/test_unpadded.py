@@ -1,13 +1,21 @@
 """Batches without padding, where a recipe leaves that open: when, how large, and with the same result."""
 
 import json
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from modelcenter.layers.view import Packing, View
 from modelcenter.parallel.machine import Machine
+from modelcenter.parallel.ranks import ALONE
+from modelcenter.train import loop
+from modelcenter.train.compiled import KINDS
+from modelcenter.train.fit import job_of
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import read_rows
 from modelcenter.train.paper import job_there
@@ -94,3 +102,67 @@ def test_on_a_gpu_only_what_is_filled_up_is_unpadded(tmp_path: Path, changes: di
     assert (may_pack(recipe, False), may_pack(recipe, True)) == (here, there)
     job = job_there(recipe, MACHINE, torch.device("cpu"), True)  # a plan for one, made here
     assert ("cu_seq_lens_q" in job.batch(2)) == (there or recipe.data.padding_free is True)
+
+
+def test_what_no_kernel_takes_is_compiled_once_and_not_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(View, "tiles_pay", lambda *args: False)  # as without kernels
+    torch._dynamo.reset()
+    monkeypatch.setitem(torch._dynamo.utils.counters, "stats", Counter())
+    run = torch.compile(View.attend, backend="eager")
+    for ends in ([0, 3, 9], [0, 2, 3, 12], [0, 7, 8, 10, 20], [0, 1, 30], [0, 2, 4, 6, 8, 31]):
+        q, k, v = torch.randn(3, 1, 2, ends[-1], 8)
+        view = View(packing=Packing.of(ends, ends, q.device), causal=True)
+        assert torch.equal(run(view, q, k, v, None, 0.0), view.attend(q, k, v, None, 0.0))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("changes", "most"), [({"compile": True}, KINDS), ({}, 8), ({"compile": True, "tensor_parallel": 2}, 8)],
+                         ids=["blocks", "none", "cut"])  # fmt: skip
+def test_blocks_are_compiled_for_more_kinds_than_torch_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                              changes: dict[str, Any], most: int) -> None:  # fmt: skip
+    found = []
+
+    def begin(*args: Any) -> Any:
+        found.append(torch._dynamo.config.recompile_limit)
+        raise KeyError
+
+    monkeypatch.setattr(loop, "begin", begin)
+    monkeypatch.setattr(loop, "to_launch", lambda machine: False)
+    monkeypatch.setattr(loop, "enter", lambda recipe, machine: ALONE)
+    with pytest.raises(KeyError):
+        train(recipe_of(tmp_path, **CLASSES), replace(MACHINE, **changes))
+    assert found == [most] and torch._dynamo.config.recompile_limit == 8
+
+
+def test_a_plan_covers_forwards_of_long_targets(tmp_path: Path) -> None:
+    """Which have more of the tokens of a forward than those of the longest pairs, and keep more memory each."""
+    changes = {**PAIRS, "objective": "seq2seq", "model": "t5-small", "tokenizer": "bpe:270", "data.padding_free": True}
+    recipe = recipe_of(tmp_path, **changes, **{"micro_batch": 6, "data.target_len": 4})
+    (tmp_path / "data.jsonl").write_text('{"text": "to", "pair": "or not to be"}\n' * 48)
+    recipe, device = resolve(recipe, MACHINE)
+    setup = prepare(recipe, MACHINE, device, meta=True)
+    job = job_of(recipe, device, setup, nullcontext, MACHINE)
+    _, (batch, *_) = next(setup.loader.steps(micro_batch=recipe.micro_batch))
+    planned = job.batch(6)
+    assert planned["labels"].numel() >= batch["labels"].numel() > 6 * 4
+    assert planned["input_ids"].numel() + planned["labels"].numel() == 6 * job.tokens
+
+
+def test_a_plan_has_targets_of_spans_as_long_as_they_are(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, objective="span", model="t5-small", tokenizer="span:370", batch=2)
+    recipe, device = resolve(recipe, MACHINE)
+    setup = prepare(recipe, MACHINE, device, meta=True)
+    _, (batch, *_) = next(setup.loader.steps(micro_batch=2))
+    planned = job_of(recipe, device, setup, nullcontext, MACHINE).batch(2)
+    assert planned["labels"].shape == batch["labels"].shape and planned["input_ids"].shape == batch["input_ids"].shape
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({}, "data.padding_free=false"), ({"data.packing": True}, "data.packing=false"), ({"data.padding_free": False}, ""),
+], ids=["free", "packed", "padded"])  # fmt: skip
+def test_grouping_by_length_what_has_no_padding_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    for grouped in (True, False):
+        recipe, device = resolve(recipe_of(tmp_path, **CLASSES, **changes, **{"data.group_by_length": grouped}), MACHINE)
+        lines = [line for line in prepare(recipe, MACHINE, device, meta=True).lines if "data.group_by_length" in line]
+        assert len(lines) == (grouped and bool(said)) and all(line.endswith(f"or set {said}") for line in lines)

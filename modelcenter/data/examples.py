@@ -14,6 +14,7 @@ class Examples(Protocol):
 
     lengths: NDArray[np.int64]  # tokens of every example
     padded: bool = True  # whether the shorter examples of a batch are filled up
+    written: int = 0  # tokens of all targets, where these are texts of their own: a part of the lengths
 
     def __len__(self) -> int: ...
 

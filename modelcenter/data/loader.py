@@ -33,6 +33,7 @@ class Chain(Examples):
         self.sources, self.padded = sources, sources[0].padded
         self.ends = np.cumsum([len(source) for source in sources])
         self.lengths = np.concatenate([source.lengths for source in sources])
+        self.written = sum(source.written for source in sources)
 
     def __len__(self) -> int:
         return len(self.lengths)

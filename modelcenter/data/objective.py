@@ -73,6 +73,10 @@ class Objective(ABC):
         that is only evaluated; these are the answer if the records have no others, by name or number."""
         return None
 
+    def target_len(self, data: DataConfig) -> int:
+        """The most tokens of a target, where that is a text of its own."""
+        return data.target_len or data.seq_len
+
     def settle(self, config: Any) -> Mapping[str, Any]:
         """Refuse a model whose config.json says that it is for something else. Returns the keys that it must contain from now
         on."""

@@ -29,7 +29,7 @@ class Unpadded(Examples):
     padded = False
 
     def __init__(self, examples: Packable) -> None:
-        self.examples, self.lengths, self.size = examples, examples.lengths, examples.size
+        self.examples, self.lengths, self.size, self.written = examples, examples.lengths, examples.size, examples.written
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -57,7 +57,7 @@ class Packed(Examples):
 
     def __init__(self, examples: Packable) -> None:
         lengths = examples.lengths
-        self.examples, self.size, self.bins = examples, examples.size, Ragged()
+        self.examples, self.size, self.written, self.bins = examples, examples.size, examples.written, Ragged()
         for start in range(0, len(lengths), WINDOW):
             beat()
             for found in fill(lengths[start : start + WINDOW].tolist(), examples.size):

@@ -3,6 +3,7 @@
 Shapes: b batch, h heads, s queries, t keys (earlier ones in the cache included), d head dim, n packed sequences.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import ops
@@ -165,6 +167,15 @@ class View:
                 return self.by_lengths(q, k, v, scale, dropout)
             if road == "flash":
                 return self.by_flash(q, k, v, scale)
+        run = uncompiled if "torch._dynamo" in sys.modules else View.one_by_one
+        return run(self, q, k, v, mask, scale, dropout, grouped)
+
+    def one_by_one(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sequence[Tensor | None] | None, scale: float | None, dropout: float,
+        grouped: bool,
+    ) -> Tensor:
+        """`attend` for the sequences of a packed row one after the other, where no kernel takes them all."""
+        assert self.packing is not None
         parts = []
         for i, (at, seen) in enumerate(self.packing.spans()):
             part = mask[i] if isinstance(mask, Sequence) else mask
@@ -245,6 +256,11 @@ class View:
         trains = torch.is_grad_enabled() and q.requires_grad
         pays = dropout > 0 or (not torch.compiler.is_exporting() and q.size(2) >= 64) or (trains and q.dtype != torch.float32)
         return pays and q.dtype == k.dtype == v.dtype and ops.attention.fast(q)
+
+
+# To torch's compiler a call: each batch has sequences of other lengths, and for each it would compile the loop anew. That of
+# torch.compiler would import the compiler here, and this one at its first call.
+uncompiled = _disable_dynamo(View.one_by_one)
 
 
 def by_torch(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..adapter.attach import choose, insert
 from ..checkpoint.load import local
+from ..data.objective import find_objective
 from ..errors import InputError, printable, refuse, size
 from ..layers import ClassifyHead
 from ..model import Model
@@ -225,7 +226,9 @@ def job_of(recipe: Recipe, device: torch.device, setup: Setup, compute: Compute,
     one = widest(first, 1, recipe, pairs)
     tokens = int(one["input_ids"].numel()) + (int(one["labels"].numel()) if pairs else 0)
     how = Conditions(keeper(recipe), compute, device, share(first, recipe), setup.evaluation is not None, gpu)
-    return Job(model, lambda rows: widest(first, rows, recipe, pairs), how, recipe.precision, rows, tokens)
+    examples = setup.loader.examples
+    written = examples.written / examples.lengths.sum()
+    return Job(model, lambda rows: widest(first, rows, recipe, pairs, written), how, recipe.precision, rows, tokens)
 
 
 def whole(model: Model, recipe: Recipe) -> Model:
@@ -252,18 +255,28 @@ def share(batch: Mapping[str, Any], recipe: Recipe) -> float:
     return count_targets(batch, recipe.objective) / max(1, int(batch["labels"].numel()))
 
 
-def widest(batch: Mapping[str, Any], rows: int, recipe: Recipe, pairs: bool) -> dict[str, Any]:
-    """A batch of the kind of `batch` with `rows` examples of the greatest length. `pairs`: the labels are texts of their own."""
-    source, target = recipe.data.seq_len, (recipe.data.target_len or recipe.data.seq_len) if pairs else recipe.data.seq_len
+def widest(batch: Mapping[str, Any], rows: int, recipe: Recipe, pairs: bool, written: float = 0.0) -> dict[str, Any]:
+    """A batch of the kind of `batch` with `rows` examples of the greatest length. `pairs`: the labels are texts of their own;
+    `written`: their part of all tokens of the data. If that is more than of the longest pairs, an unpadded batch of as many tokens
+    holds more of them, which take more memory than those of sources."""
+    source, target = recipe.data.seq_len, find_objective(recipe.objective).target_len(recipe.data) if pairs else recipe.data.seq_len
     packed, labels, width = "cu_seq_lens_k" in batch, batch["labels"], batch["input_ids"].size(1)
     sequences = len(batch["cu_seq_lens_k"]) - 1 if packed else len(batch["input_ids"])
     many = rows * (sequences // len(labels) if labels.dim() == 1 else 1)  # an example may have several
+    long = {"q": many * target, "k": many * source}
+    if packed and pairs and (more := round(written * sum(long.values()))) > long["q"]:
+        long = {"q": more, "k": sum(long.values()) - more}
+        many = max(-(-more // target), many)
 
     def wide(key: str, value: Tensor) -> Tensor:
         if value.dim() == 1 and key == "labels":
             return value.new_zeros(rows)
         if key.startswith("cu_seq_lens"):
-            return torch.arange(many + 1, dtype=value.dtype) * (target if key.endswith("q") else source)
+            return (torch.arange(many + 1) * long[key[-1]] // many).to(value.dtype)
+        if packed and key == "labels" and pairs:
+            return value.new_zeros((1, long["q"]))
+        if packed and value.size(1) == width:
+            return value.new_zeros((1, long["k"]))
         length = target if key == "labels" and pairs else source if value.size(1) == width else value.size(1)
         return value.new_zeros((1, many * length) if packed else (many, length, *value.shape[2:]))
 

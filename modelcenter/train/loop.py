@@ -32,6 +32,7 @@ from ..parallel.watch import Watch
 from .agree import agree, agree_on_copies, agree_on_state, check_output
 from .background import Background
 from .choose import choose
+from .compiled import varied
 from .environment import check_data
 from .fit import Verdict, verdict
 from .folder import check_steps, claim, find_start, flat, write_recipe
@@ -100,7 +101,8 @@ def train(recipe: Recipe | str | Path, machine: Machine | str | Path | None = No
     folder = Path(recipe.output_dir)
 
     with (claim(folder, recipe, ranks), Interrupt() as interrupt, Journal(folder, recipe, silent=not ranks.first) as journal,
-          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout), repeatable(machine), kept(device)):
+          Memory(recipe, machine) as memory, Watch(folder / "ranks", ranks, machine.timeout), repeatable(machine), kept(device),
+          varied(machine)):
         session = begin(recipe, machine, device, ranks, journal, memory)
         steps = prefetch(session.batches())
         session.model.train()

@@ -75,6 +75,10 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         lines.append(f"evaluation: none, because there is no data for {asked}; set data.eval_path=FILE or data.eval_fraction=0.05")
     if recipe.data.group_by_length and not recipe.data.shuffle:
         lines.append("data.shuffle: false, but data.group_by_length draws batches in an order of its own; leave one of them out")
+    if recipe.data.group_by_length and not train.examples.padded:
+        row = "data.packing" if recipe.data.packing else "data.padding_free"
+        lines.append("data.group_by_length: true, but batches have no padding that it could spare: some steps get long examples, "
+                     f"some short ones; leave it out, or set {row}=false")
     if recipe.save_total_limit is not None and recipe.save_steps is None:
         lines.append(f"save_total_limit: {recipe.save_total_limit} without save_steps counts only the states of a run that is "
                      "stopped; set save_steps=500 for more")

@@ -148,15 +148,15 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
 
 def example(recipe: Recipe, model: Model) -> Batch:
     """A batch of one example of the greatest length, whose tensors are as those that the objective makes of data."""
-    data, task, of = recipe.data, recipe.head, find_objective(recipe.objective).of
+    data, task, objective = recipe.data, recipe.head, find_objective(recipe.objective)
     texts = 1 if task != "embed" else 2 if data.negative_key is None else 3
     ids = [[0] * data.seq_len] * texts
-    wanted = [[0] * ((data.target_len or data.seq_len) if model.encoder_decoder else data.seq_len)]
+    wanted = [[0] * (objective.target_len(data) if model.encoder_decoder else data.seq_len)]
     batch = pack(ids, wanted * texts) if data.packing or data.padding_free else pad(ids, wanted * texts, 0)
     if task == "lm":
         batch.pop("attention_mask", None)  # its texts fill their sequences
-    numbers = torch.float32 if "values" in of or "sets" in of else torch.long
+    numbers = torch.float32 if "values" in objective.of or "sets" in objective.of else torch.long
     config: Any = model.config
-    if shape := {"classify": (1, config.num_labels) if "sets" in of else (1,), "embed": (1,), "qa": (1, 2)}.get(task):
+    if shape := {"classify": (1, config.num_labels) if "sets" in objective.of else (1,), "embed": (1,), "qa": (1, 2)}.get(task):
         batch["labels"] = torch.zeros(shape, dtype=numbers)
     return batch

@@ -57,6 +57,7 @@ class Pairs(Sequences):
             use = "taught to write nothing" if read.train else "judged as they are"
             warnings.warn(f"{empty:,} of {len(records):,} targets ({data.target_key}) are empty: {use}", stacklevel=2)
         self.size, self.lengths = wide + long, np.diff(self.sources.bounds) + np.diff(self.targets.bounds)
+        self.written = self.targets.total
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
         """(source ids, target ids)."""

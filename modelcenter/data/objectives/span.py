@@ -36,6 +36,10 @@ class Span(Objective):
         """The end of text behind a document."""
         return [], read.eos
 
+    def target_len(self, data: DataConfig) -> int:
+        noise, k = spans_of(longest(data.seq_len, data.mlm_probability, data.span_length), data.mlm_probability, data.span_length)
+        return noise + k + 1
+
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> Sequences:
         return Spans(documents(records, read, data, self.frame(read)), read, data)
 
