@@ -1,8 +1,8 @@
 """Builds modelcenter._C, the fused kernels, out of csrc/; everything else about the package is in pyproject.toml.
 
 No install can fail here. With nvcc there are CUDA and CPU kernels, with a C++ compiler alone CPU kernels, without one none, and
-the package then computes with its references; `modelcenter doctor` says which of the three it is. torch is not needed: the
-kernels take plain pointers, so one build serves every torch.
+the package then computes with its references; `modelcenter doctor` says which of the three it is, and why. torch is not needed:
+the kernels take plain pointers, so one build serves every torch.
 
     MODELCENTER_CUDA=0              leave CUDA out, though nvcc is there
     MODELCENTER_CUDA_ARCHS="90"     machine code for these architectures; PTX, for later ones, comes with it. Default: for the GPUs
@@ -13,6 +13,7 @@ kernels take plain pointers, so one build serves every torch.
     SOURCE_DATE_EPOCH=seconds       also keep out of the kernels what differs from build to build (make wheel)
 """
 
+import atexit
 import hashlib
 import os
 import platform
@@ -21,10 +22,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # with pip's --no-build-isolation; it would end in a traceback below
+    sys.exit(f"modelcenter: setuptools {setuptools.__version__}; 77 or newer: pip install -U setuptools, or use build isolation")
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -33,6 +40,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+COMPILERS = ("g++", "c++", "clang++")  # where CXX names none, the first that is there
 ARCHITECTURES = "75 80 90 100 120"  # 86 and 89 run the machine code of 80, as 103 and 121 that of 100 and 120
 LEVELS = {  # MC_LEVEL: the flags of an instruction set; module.cpp asks the processor for the same ones
     0: [],  # where a compiler knows no other, or where asked for
@@ -46,6 +54,7 @@ FLAGS = [*FAST, "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
          f"-ffile-prefix-map={ROOT}=."]  # fmt: skip
 WARPGROUPS = ("attention", "attention_backward")  # have code for sm_90a, whose instructions no other chip has, in place of sm_90
 TEXT: dict[str, Any] = {"text": True, "errors": "replace"}  # whatever bytes a compiler, or a wrapper of one, prints
+REASON = "not_built.txt"  # beside the kernels, or where they would be: why some or all were not built
 EXACT = {"adamw": (["-ffp-contract=off"], ["-fmad=false"])}  # agree with their reference to the last bit: no a * b + c in one
 
 
@@ -137,8 +146,25 @@ def libraries(nvcc: str) -> Path | None:
 class BuildExtension(build_ext):
     """Compile each kernel file once for each instruction set, the .cu files for all architectures, and link."""
 
-    def build_extension(self, ext: Extension) -> None:
-        target, nvcc = Path(self.get_ext_fullpath(ext.name)), find_nvcc()
+    def run(self) -> None:
+        """As setuptools does it, which asks for a compiler of its own first, by the same variables, and ends where one is wrong."""
+        name = Path(self.get_ext_filename(self.extensions[0].name))
+        files = (name, name.with_name(REASON))
+        for file in files:  # what an earlier build, perhaps of other sources, has left would be taken for this one's
+            gone(Path(self.build_lib, file))
+        self.build_or_not(*(Path(self.build_lib, file) for file in files))
+        for file in files if self.inplace else ():
+            gone(ROOT / file)
+            if Path(self.build_lib, file).exists():
+                try:
+                    shutil.copy(Path(self.build_lib, file), ROOT / file)
+                except OSError as error:
+                    gone(ROOT / file)
+                    note(f"{file} is not in the source folder: {error}")
+
+    def build_or_not(self, target: Path, reason: Path) -> None:
+        """The kernels, or as many as can be built; what cannot is said, and for the doctor in a file beside them."""
+        nvcc = find_nvcc()
         try:
             try:
                 self.build(target, nvcc)
@@ -146,31 +172,39 @@ class BuildExtension(build_ext):
                 if nvcc is None:
                     raise
                 note(f"the CPU's kernels alone, for CUDA's were not built: {error}")
+                self.make_room()
                 self.build(target, None)
+                leave(reason, error)
         except Exception as error:  # whatever it is: the package works without
             gone(target)
             note(f"no compiled kernels, the references will do the work: {error}")
+            self.make_room()
+            leave(reason, error)
 
-    def copy_extensions_to_source(self) -> None:
-        for ext in self.extensions:
-            name = self.get_ext_filename(ext.name)
-            if not Path(self.build_lib, name).exists():
-                gone(ROOT / name)
-        super().copy_extensions_to_source()
+    def make_room(self) -> None:
+        """Objects on a full disk would leave no room for the package itself."""
+        with suppress(OSError):
+            full = shutil.disk_usage(self.objects()).free < 32 << 20
+            for made in self.objects().glob("*.o") if full else ():
+                gone(made)
+
+    def objects(self) -> Path:
+        """The folder of what is compiled."""
+        return Path(os.environ.get("MODELCENTER_OBJECTS") or self.build_temp).resolve()
 
     def build(self, target: Path, nvcc: str | None) -> None:
         import pybind11
 
-        cxx = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or "c++"]
+        cxx = words("CXX") or [next(filter(None, map(shutil.which, COMPILERS)), COMPILERS[0])]
         if not output(*cxx, "--version"):
             raise OSError(f"no C++ compiler: {cxx[0]} does not run")
         archs = architectures(nvcc) if nvcc else []
         runtime = libraries(nvcc) if nvcc else None
         if nvcc and not runtime:
             raise OSError(f"{nvcc}: its libcudart_static.a is not found")
-        temp = Path(os.environ.get("MODELCENTER_OBJECTS") or self.build_temp).resolve()
+        temp = self.objects()
         temp.mkdir(parents=True, exist_ok=True)
-        extra = shlex.split(os.environ.get("CFLAGS", ""))
+        extra = words("CFLAGS")
         version = f'-DMC_VERSION="{self.distribution.get_version()}"'
         headers = ["-I", self.get_python_include(), "-I", pybind11.get_include(), f"-ffile-prefix-map={pybind11.get_include()}=."]
         cuda = ["-DMC_CUDA"] if runtime else []
@@ -193,7 +227,7 @@ class BuildExtension(build_ext):
             names = f'-DMC_ARCHITECTURES="{" ".join(archs)}"'
             # -O1 is the processor's half, which checks and launches; the GPU's is always compiled with all there is
             flags = ["-O1", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-DMC_LEVEL=100"]
-            command = [nvcc, *flags, names, *shlex.split(os.environ.get("NVCCFLAGS", ""))]
+            command = [nvcc, *flags, names, *words("NVCCFLAGS")]
             for source in sorted(CSRC.glob("*.cu")):
                 exact = EXACT.get(source.stem, ([], []))[1]
                 # nvcc puts a number of the process into file names and a digest of the source's folder into symbols
@@ -209,7 +243,7 @@ class BuildExtension(build_ext):
         shared = ["-shared", "-s", "-Wl,--build-id=none"]
         if sys.platform == "darwin":
             shared = ["-bundle", "-undefined", "dynamic_lookup"]
-        link = [*cxx, *shared, *(str(made) for _, _, made in steps), *extra, *shlex.split(os.environ.get("LDFLAGS", ""))]
+        link = [*cxx, *shared, *(str(made) for _, _, made in steps), *extra, *words("LDFLAGS")]
         if runtime:
             link += [f"-L{runtime}", "-lcudart_static", "-lpthread", "-lrt"]
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -240,21 +274,40 @@ class Wheel(bdist_wheel):
                 file.chmod(0o755 if file.suffix == ".so" else 0o644)
 
 
-def gone(target: Path) -> None:
-    """What an earlier build, perhaps of other sources, has left would be taken for that of one that has failed."""
+def gone(file: Path) -> None:
+    """Not there, if it can be removed."""
     with suppress(OSError):
-        target.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+
+
+def words(variable: str) -> list[str]:
+    """What a variable of the environment says, as a shell would split it."""
+    text = os.environ.get(variable, "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise OSError(f"{variable}: {text}: {error}") from None
+
+
+def leave(reason: Path, error: Exception) -> None:
+    """Of an error what fits into a line, for the doctor: its first one, and the first in which a compiler complains."""
+    first, *rest = [line.strip() for line in str(error).split("\n")]
+    complaint = next((line for line in rest if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)), "")
+    with suppress(OSError):
+        reason.parent.mkdir(parents=True, exist_ok=True)
+        reason.write_text(": ".join(filter(None, (first, complaint)))[:300], encoding="utf-8", errors="backslashreplace")
 
 
 def compile_one(source: Path, command: list[str], made: Path) -> None:
     """Compile, unless the object was made of the same bytes by the same command, wherever that was."""
-    digest = hashlib.sha256(shlex.join(command).replace(str(ROOT), "").encode())
+    digest = hashlib.sha256(os.fsencode(shlex.join(command).replace(str(ROOT), "")))
     for part in sorted(included(source)):
         digest.update(part.name.encode() + part.read_bytes())
     said = made.with_suffix(".txt")
     if made.exists() and said.exists() and said.read_text() == digest.hexdigest():
         return
-    said.unlink(missing_ok=True)
+    gone(said)
+    gone(made)
     run([*command, str(source.relative_to(ROOT)), "-o", str(made)])
     said.write_text(digest.hexdigest())
 
@@ -270,14 +323,26 @@ def included(source: Path) -> set[Path]:
 
 
 def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, cwd=ROOT, **TEXT)
-    if done.returncode:
-        raise OSError(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
+    """Run a compiler, whose last argument is the file to be made."""
+    done, made = subprocess.run(command, capture_output=True, cwd=ROOT, **TEXT), Path(command[-1])
+    if done.returncode or not made.exists():
+        status = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+        raise OSError(f"{command[0]} made no {made.name}: {status}\n{done.stderr[-4000:]}\n{shlex.join(command)}")
     if done.stderr.strip():
         print(done.stderr, file=sys.stderr)
 
 
+def elsewhere() -> dict[str, dict[str, str]]:
+    """Options that build in a folder which goes with this process, where the source is read-only."""
+    if os.access(ROOT, os.W_OK):
+        return {}
+    folder = tempfile.mkdtemp(prefix="modelcenter-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"build": {"build_base": folder}, "egg_info": {"egg_base": folder}}
+
+
 setup(
+    options=elsewhere(),
     ext_modules=[Extension("modelcenter._C", [], optional=True)],
     cmdclass={"build_py": BuildPython, "build_ext": BuildExtension, "bdist_wheel": Wheel},
 )

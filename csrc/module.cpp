@@ -18,6 +18,9 @@
 #ifndef _WIN32
 #include <dlfcn.h>
 #endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+#endif
 
 #include "kernel.h"
 
@@ -364,11 +367,14 @@ static PyObject* run(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 
 static int cpu_level() {
 #if defined(__x86_64__) && defined(__GNUC__)
+    unsigned a = 0, b = 0, features = 0, d = 0;  // clang 14 knows no "f16c" by name
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq"))
         return 2;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &features, &d) &&
+        (features & bit_F16C))
+        return 1;
 #endif
     return 0;
 }

@@ -20,6 +20,8 @@ from .ops.linear import has_low_units
 from .train.environment import versions
 from .train.resolve import automatic_precision
 
+COMPILERS = ("g++", "c++", "clang++")  # as setup.py looks for them
+REASON = "not_built.txt"  # as setup.py leaves it
 AGAIN = "pip install -v --force-reinstall --no-deps --no-cache-dir . (in the source folder; -v shows what a compiler says)"
 
 
@@ -48,7 +50,8 @@ def examine() -> dict[str, Any]:
             kept = f" by MODELCENTER_CPU={_kernels.LEVEL}" if built.cpu_level == _kernels.LEVEL != _kernels.LEVELS[-1] else ""
             found["cpu_kernels"] = f"{built.cpu_level}{kept}, {threads()}: {runs(torch.device('cpu'))}"
         names = ", ".join(f"sm_{arch}" for arch in built.cuda_architectures.split())
-        found["cuda_kernels"] = f"{names}, later chips of their generations, and by PTX all after" if names else "none"
+        failed = f" (they were not built: {said})" if (said := reason()) else ""
+        found["cuda_kernels"] = f"{names}, later chips of their generations, and by PTX all after" if names else f"none{failed}"
         if cards and built.cuda_architectures:
             found["gpu_kernels"] = [f"{card.name}: {on_gpu(i, card, built.cuda_architectures)}" for i, card in enumerate(cards)]
         if not built.cuda_architectures and torch.version.cuda:
@@ -79,11 +82,13 @@ def extension() -> tuple[Any, str, list[str]]:
     if (built := vars(_kernels)["_C"]) is not None:
         place = Path(getattr(built, "__file__", __file__))  # an editable installation lends its own to who has none
         return built, "built" if place.parent == Path(__file__).parent else f"built, from {place}", []
-    asked = os.environ.get("CXX", "").split()  # setup.py then looks for no other
-    compiler = asked[0] if asked else "g++"
-    there = shutil.which(compiler) or (None if asked else shutil.which("c++"))
-    missing = "unset CXX, which names one that is not there" if asked else "install a C++ compiler"
-    advice = [f"kernels: {AGAIN}" if there else f"kernels: {missing} ({compiler} is not on the PATH), then {AGAIN}"]
+    asked = os.environ.get("CXX", "").split()[:1]  # setup.py then looks for no other
+    there, steps = any(map(shutil.which, asked or COMPILERS)), []
+    if not any(map(shutil.which, (*asked, *COMPILERS))):
+        steps.append(f"install a C++ compiler ({', '.join(COMPILERS)}: none is on the PATH)")
+    if asked and not there:
+        steps.append(f"unset CXX, which names one that is not there ({asked[0]})")
+    advice = [f"kernels: {' and '.join(steps)}, then {AGAIN}" if steps else f"kernels: {AGAIN}"]
     if said := _kernels.cut():
         return None, f"does not load: {said}: references only", advice
     try:
@@ -92,10 +97,19 @@ def extension() -> tuple[Any, str, list[str]]:
         files = [file.name for file in Path(__file__).parent.glob("_C.*")]
         if files:
             return None, f"built for another Python ({', '.join(files)}): references only", advice
-        return None, f"not built ({'there was no compiler, or it failed' if there else 'no C++ compiler'}): references only", advice
+        why = reason() or ("there was no compiler, or it failed" if there else "no C++ compiler")
+        return None, f"not built ({why}): references only", advice
     except ImportError as error:
         return None, f"does not load: {error}: references only", advice
     return None, f"built for modelcenter {other.version}: references only", advice
+
+
+def reason() -> str:
+    """Why some kernels or all were not built; nothing if they were, or if that could not be left."""
+    try:
+        return Path(__file__).with_name(REASON).read_text("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def unseen_gpus() -> str | None:
@@ -122,7 +136,7 @@ def without_cuda() -> str:
     nvcc = shutil.which("nvcc") or next((f"{home}/bin/nvcc" for home in homes if home and Path(home, "bin/nvcc").exists()), None)
     if nvcc is None:
         return f"kernels for GPUs: install CUDA's compiler, nvcc, or say where it is (CUDA_HOME), then {AGAIN}"
-    return f"kernels for GPUs: {nvcc} is there now: {AGAIN}"
+    return f"kernels for GPUs: {f'{nvcc} is there now' if not reason() else 'mend why they were not built'}: {AGAIN}"
 
 
 def on_gpu(index: int, card: Any, architectures: str) -> str:

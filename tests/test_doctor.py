@@ -66,17 +66,38 @@ def test_not_built(compiler: bool, capsys: pytest.CaptureFixture[str], monkeypat
     assert ("install a C++ compiler" in found["advice"][0]) is not compiler and "pip install" in found["advice"][0]
 
 
-@pytest.mark.parametrize(("cxx", "advice"), [
-    ("", "kernels: pip install"), (" c++ -m64", "kernels: pip install"), ("/nowhere/g++", "kernels: unset CXX, which names"),
-], ids=["none", "that", "another"])  # fmt: skip
-def test_the_compiler_is_the_one_that_is_asked_for(cxx: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """setup.py takes CXX or none, although another is there."""
+@pytest.mark.parametrize(("cxx", "there", "advice"), [
+    ("", "c++", "kernels: pip install"), ("", "clang++", "kernels: pip install"), (" c++ -m64", "c++", "kernels: pip install"),
+    ("/nowhere/g++", "c++", "kernels: unset CXX, which names one that is not there (/nowhere/g++), then pip install"),
+    ("/nowhere/g++", "", "kernels: install a C++ compiler (g++, c++, clang++: none is on the PATH) and unset CXX, which names"),
+    ("", "", "kernels: install a C++ compiler (g++, c++, clang++: none is on the PATH), then pip install"),
+], ids=["none", "clang", "that", "another", "nor-another", "nothing"])  # fmt: skip
+def test_the_compiler_is_the_one_that_is_asked_for(cxx: str, there: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """setup.py takes CXX or none, although another is there; without CXX the first that is."""
     monkeypatch.setattr(_kernels, "_C", None)
     monkeypatch.setattr(_kernels, "WANTED", True)
     monkeypatch.setitem(sys.modules, "modelcenter._C", None)  # the import of it fails
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/c++" if name == "c++" else None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if name == there else None)
     monkeypatch.setenv("CXX", cxx)
     assert doctor.extension()[2][0].startswith(advice)
+
+
+def test_why_kernels_were_not_built(card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+                                    tmp_path: Path) -> None:
+    """Is told as setup.py has left it, of all of them and of those for GPUs."""
+    (tmp_path / "not_built.txt").write_text("nvcc made no norm.cu.o: killed by signal 9")
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "doctor.py"))
+    monkeypatch.setattr(_kernels, "WANTED", True)
+    monkeypatch.setattr(_kernels, "_C", None)
+    monkeypatch.setitem(sys.modules, "modelcenter._C", None)  # the import of it fails
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(doctor, "automatic_precision", lambda device: "fp32")
+    assert said(capsys)["extension"] == "not built (nvcc made no norm.cu.o: killed by signal 9): references only"
+    monkeypatch.setattr(doctor, "runs", lambda device: "they run")
+    monkeypatch.setattr(_kernels, "_C", SimpleNamespace(version="", cpu_level="avx2", cuda_architectures=""))
+    found = said(capsys)
+    assert found["cuda_kernels"] == "none (they were not built: nvcc made no norm.cu.o: killed by signal 9)"
+    assert found["advice"][0].startswith("kernels for GPUs: mend why they were not built: pip install -v ")
 
 
 @pytest.mark.parametrize(("build", "visible", "lists", "says"), [

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from modelcenter import doctor
 from modelcenter.ops._kernels import reach
 
 HOUSE = Path(__file__).parent.parent
@@ -56,10 +59,12 @@ def copy(to: Path, *, few: bool = True) -> Path:
     return to
 
 
-def build(folder: Path, *command: str, umask: int = -1, **variables: str) -> subprocess.CompletedProcess[str]:
+def build(folder: Path, *command: str, umask: int = -1, first: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """By setup.py, in a process that runs `first` before it."""
     command = command or ("build_ext", "--inplace")
     env = {**os.environ, "MODELCENTER_CUDA": "0", "MAX_JOBS": "2", "CFLAGS": "-O0", **variables}
-    line = [sys.executable, "setup.py", "-q", *command]
+    start = f"import runpy, sys\n{first}\nsys.argv[0] = 'setup.py'\nrunpy.run_path('setup.py', run_name='__main__')"
+    line = [sys.executable, *(["-c", start] if first else ["setup.py"]), "-q", *command]
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=550, umask=umask)
 
 
@@ -131,6 +136,10 @@ def test_every_gpu_since_turing_is_reached(setup: dict[str, Any]) -> None:
     assert setup["gencode"](["75"]) == ["-gencode=arch=compute_75,code=[sm_75,compute_75]"]
 
 
+def test_the_doctor_looks_for_the_same_compilers(setup: dict[str, Any]) -> None:
+    assert setup["COMPILERS"] == doctor.COMPILERS and setup["REASON"] == doctor.REASON
+
+
 def test_an_object_is_made_once(setup: dict[str, Any], tmp_path: Path) -> None:
     """And again if its source, a file that this includes, or the command is another; not because the folder is."""
     compiler = tmp_path / "cc"
@@ -144,18 +153,19 @@ def test_an_object_is_made_once(setup: dict[str, Any], tmp_path: Path) -> None:
         setup["compile_one"](folder / "csrc" / "norm.cu", [str(compiler), f"-Dhere={folder}", *flags], tmp_path / "norm.o")
         return len((tmp_path / "cc.log").read_text())
 
+    other = "-I\udcf6"  # a folder whose name is no UTF-8
     for house in ("one", "two"):
         shutil.copytree(HOUSE / "csrc", tmp_path / house / "csrc")
     assert {file.name for file in setup["included"](HOUSE / "csrc" / "norm.cu")} == {
         "norm.cu", "norm.h", "norm_ring.h", "norm_rows.h", "cuda.h", "half.h", "kernel.h", "philox.h", "ptx.h"
     }  # fmt: skip
-    assert [compiled("one"), compiled("one"), compiled("two"), compiled("two", "-g")] == [1, 1, 1, 2]
+    assert [compiled("one"), compiled("one"), compiled("two"), compiled("two", other)] == [1, 1, 1, 2]
     for count, file in enumerate(("norm.cu", "philox.h"), 3):
         with (tmp_path / "two" / "csrc" / file).open("a") as text:
             text.write("// more\n")
-        assert compiled("two", "-g") == count
+        assert compiled("two", other) == count
     (tmp_path / "two" / "csrc" / "adamw.h").write_text("")
-    assert compiled("two", "-g") == 4
+    assert compiled("two", other) == 4
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/g++", "false"])
@@ -173,6 +183,61 @@ def test_without_a_compiler(compiler: str, tmp_path: Path) -> None:
         found = smoke(folder)
         assert str(found["extension"]).startswith("not built") and found["advice"]
         assert len([s for s in found["said"] if "no compiled kernels" in s]) == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("does", "says"), [
+    ("exit 3", "status 3"), ("kill -9 $$", "killed by signal 9"), ("exit 0", "status 0"),
+    ("echo In file included >&2; echo 'x.h:1: error: unknown' >&2; exit 1", "status 1: x.h:1: error: unknown"),
+])  # fmt: skip
+def test_a_compiler_that_makes_nothing(does: str, says: str, tmp_path: Path) -> None:
+    """Is named with how it ended, for the doctor too; the next build that has nothing to say takes that back."""
+    folder, compiler = copy(tmp_path / "a"), tmp_path / "clang++"
+    compiler.write_text(f"#!/bin/sh\n[ $1 != --version ] || {{ echo 1; exit; }}\n{does}\n")
+    compiler.chmod(0o755)
+    done = build(folder, "build_ext", "--inplace", "--build-lib", "lib", PATH=str(tmp_path), CXX="")  # the only one there
+    assert done.returncode == 0 and not list(folder.rglob("_C.*")), done.stderr
+    said = (folder / "modelcenter/not_built.txt").read_text()
+    assert re.fullmatch(rf"{re.escape(str(compiler))} made no \w+(\.\d)?\.o: {re.escape(says)}", said), said
+    assert f"the references will do the work: {said[:60]}" in done.stderr and f"{compiler} -O2 " in done.stderr
+    compiler.write_text('#!/bin/sh\nfor file; do :; done\necho made > "$file"\necho 1\n')
+    assert build(folder, "build_ext", "--inplace", "--build-lib", "lib", CXX=str(compiler)).returncode == 0
+    assert not list(folder.rglob("not_built.txt")) and len(list(folder.rglob("_C.*"))) == 2
+
+
+def test_flags_that_no_shell_would_take(tmp_path: Path) -> None:
+    """Setuptools, which reads the same variables, ended the installation with a traceback."""
+    done = build(copy(tmp_path / "a"), CFLAGS="-O0 'open")
+    assert done.returncode == 0 and "the references will do the work: CFLAGS: -O0 'open: No closing quotation" in done.stderr
+
+
+def test_a_setuptools_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is a line, where pip was told to use what is there."""
+    monkeypatch.setattr("setuptools.__version__", "65.5.0")
+    with pytest.raises(SystemExit, match=r"^modelcenter: setuptools 65\.5\.0; 77 or newer: pip install -U setuptools, or "):
+        runpy.run_path(str(HOUSE / "setup.py"))
+
+
+def test_a_source_that_cannot_be_written(tmp_path: Path) -> None:
+    """Somebody else's checkout, or a read-only disk: nothing is left there, nor elsewhere."""
+    folder, scratch = copy(tmp_path / "a"), tmp_path / "scratch"
+    scratch.mkdir()
+    before = set(folder.rglob("*"))
+    done = build(folder, "bdist_wheel", "-d", str(tmp_path / "made"), first="import os; os.access = lambda *_: False",
+                 CXX="/nonexistent/g++", TMPDIR=str(scratch), PYTHONDONTWRITEBYTECODE="1")  # fmt: skip
+    assert done.returncode == 0 and len(list((tmp_path / "made").glob("*.whl"))) == 1, done.stderr
+    assert set(folder.rglob("*")) == before and not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("free", [0, 2**30])
+def test_a_disk_that_compiling_fills(free: int, tmp_path: Path) -> None:
+    """Has no room for the package before the objects go; where it has, they are kept for the next build."""
+    folder, compiler = copy(tmp_path / "a"), tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\necho 1\nfor file; do :; done\n[ $1 = --version ] || ! echo object > "$file"\n')
+    compiler.chmod(0o755)
+    usage = f"import shutil, types; shutil.disk_usage = lambda _: types.SimpleNamespace(free={free})"
+    done = build(folder, "build_ext", "--build-lib", "lib", "--build-temp", "objects", first=usage, CXX=str(compiler))
+    assert done.returncode == 0 and "the references will do the work" in done.stderr
+    assert bool(list(folder.glob("objects/*.o"))) is (free > 0)
 
 
 def test_with_a_pybind11_that_does_not_load(tmp_path: Path) -> None:
