@@ -2,18 +2,24 @@
 // chunk holds depends on the tensors alone, so that results do not depend on the number of threads.
 #include <type_traits>
 
+#define MC_PARTS  // simd.h
 #include "random.h"
 #include "simd.h"
 
 namespace {
 
 MC_INLINE vf square_root(vf x) {
+    return of_parts<vf>(MC_PART {
 #if defined(__AVX512F__)
-    return reinterpret_cast<vf>(_mm512_sqrt_ps(reinterpret_cast<__m512>(x)));
+        return reinterpret_cast<pf>(_mm512_sqrt_ps(reinterpret_cast<__m512>(part<pf>(x, i))));
+#elif defined(__AVX2__)
+        return reinterpret_cast<pf>(_mm256_sqrt_ps(reinterpret_cast<__m256>(part<pf>(x, i))));
 #else
-    for (int i = 0; i < LANES; i++) x[i] = __builtin_sqrtf(x[i]);
-    return x;
+        pf root = part<pf>(x, i);
+        for (int l = 0; l < PART; l++) root[l] = __builtin_sqrtf(root[l]);
+        return root;
 #endif
+    });
 }
 
 struct Plain {
@@ -29,31 +35,18 @@ namespace {
 
 // 32 random bits for each of 64 elements from 64 * group on: word e % 4 of counter e / 4.
 MC_NOINLINE void draw_words(vu out[4], uint64_t group, uint64_t key) {
-    vu a, b = vu{} + static_cast<uint32_t>(group >> 28), c{}, d{};
-#if defined(__AVX512F__)
-    a = vu{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};  // the order that the 4 x 4 transposes below put right
-#else
-    a = vu{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#endif
-    a += static_cast<uint32_t>(group << 4);
+    const vu order = MC_COUNTERS;
+    vu a = order + static_cast<uint32_t>(group << 4), b = vu{} + static_cast<uint32_t>(group >> 28), c{}, d{};
     philox(a, b, c, d, key);
-#if defined(__AVX512F__)
-    const auto x = [](vu v) { return reinterpret_cast<__m512i>(v); };
-    const __m512i ab = _mm512_unpacklo_epi32(x(a), x(b)), cd = _mm512_unpacklo_epi32(x(c), x(d));
-    const __m512i ef = _mm512_unpackhi_epi32(x(a), x(b)), gh = _mm512_unpackhi_epi32(x(c), x(d));
-    out[0] = reinterpret_cast<vu>(_mm512_unpacklo_epi64(ab, cd)), out[1] = reinterpret_cast<vu>(_mm512_unpackhi_epi64(ab, cd));
-    out[2] = reinterpret_cast<vu>(_mm512_unpacklo_epi64(ef, gh)), out[3] = reinterpret_cast<vu>(_mm512_unpackhi_epi64(ef, gh));
-#else
-    uint32_t words[64];
-    for (int i = 0; i < LANES; i++) words[4 * i] = a[i], words[4 * i + 1] = b[i], words[4 * i + 2] = c[i], words[4 * i + 3] = d[i];
-    memcpy(out, words, sizeof words);
-#endif
+    by_counter(out, a, b, c, d);
 }
 
 // bf16, up or down with the probability that makes it right in the mean: by adding 16 random bits below its last place.
 MC_INLINE vh round_at_random(vf x, vu random) {
-    const vu u = float_to_bits(x), nan = (u >> 16) | 0x40u;
-    return __builtin_convertvector(x != x ? nan : (u + random) >> 16, vh);
+    return narrow(as<vu>(by_parts<pf, pu>(x, random, [](pf x, pu random) {
+        const pu u = reinterpret_cast<pu>(x), nan = (u >> 16) | 0x40u;
+        return reinterpret_cast<pf>(x != x ? nan : (u + random) >> 16);
+    })));
 }
 
 template <bool STOCHASTIC, class T>
@@ -101,24 +94,6 @@ void update_some(const Item& item, int64_t begin, int64_t end, float factor, con
 // ---- 8-bit moments, as in optim/adamw.py: 128 elements at a time, which share a scale
 
 constexpr int SHARED = BLOCK8 / LANES;  // vectors of a block
-typedef int8_t vb __attribute__((vector_size(16)));
-typedef uint8_t vub __attribute__((vector_size(16)));
-
-MC_INLINE vu higher(vu a, vu b) { return a > b ? a : b; }
-MC_INLINE float scale_of(vu top) {
-    uint32_t most = top[0];
-    for (int i = 1; i < LANES; i++) most = top[i] > most ? top[i] : most;
-    float scale;
-    memcpy(&scale, &most, sizeof scale);
-    return scale;
-}
-
-template <class B, class T>
-MC_INLINE void store_codes(T* p, vf x, int n) {
-    const B codes = __builtin_convertvector(__builtin_convertvector(x, vi), B);
-    memcpy(p, &codes, n);
-}
-
 template <bool FOURTH>
 MC_INLINE vf decoded(vf code) {  // from a code's magnitude to a number between 0 and 1
     const vf x = code * (FOURTH ? static_cast<float>(1.0 / 255) : static_cast<float>(1.0 / 127));
@@ -126,12 +101,14 @@ MC_INLINE vf decoded(vf code) {  // from a code's magnitude to a number between 
 }
 template <bool FOURTH>
 MC_INLINE vf encoded(vf x, float scale, vf chance) {  // the code's magnitude
-    const vf part = scale > 0 && scale < INFINITY ? vabs(x) / scale : vf{};
-    const vf root = square_root(part), high = FOURTH ? square_root(root) * 255.0f : root * 127.0f;
-    const vf low = __builtin_convertvector(__builtin_convertvector(high, vi), vf);  // none is negative
+    const vf share = scale > 0 && scale < INFINITY ? vabs(x) / scale : vf{};
+    const vf root = square_root(share), high = FOURTH ? square_root(root) * 255.0f : root * 127.0f;
+    const vf low = whole_numbers(truncated(high));  // none is negative
     const vf below = decoded<FOURTH>(low), above = decoded<FOURTH>(low + 1.0f);
-    const vf code = (part - below) * 65536.0f > (above - below) * chance ? low + 1.0f : low;
-    if constexpr (FOURTH) return x > 0.0f ? vmin(vmax(code, all(2.0f)), all(255.0f)) : code;
+    const vf past = (share - below) * 65536.0f, wanted = (above - below) * chance;
+    const vf code = low + by_parts<pf, pf>(past, wanted, [](pf past, pf wanted) { return past > wanted ? pf{} + 1.0f : pf{}; });
+    if constexpr (FOURTH)
+        return choose<pf>(x, vmin(vmax(code, all(2.0f)), all(255.0f)), code, [](pf x) { return x > 0.0f; });
     return vmin(code, all(127.0f));
 }
 
@@ -147,28 +124,32 @@ void update_coded(const Item& item, int64_t begin, int64_t end, float factor, co
         vu random[SHARED] = {};
         for (int k = 0; STOCHASTIC && k < SHARED; k += 4) draw_words(random + k, (block + k * LANES) / 64, item.key);
         vf ys[SHARED], zs[SHARED];
-        vu top{}, top_squared{};  // of magnitudes, whose order is that of their bits: NaN is above all
+        vi top{}, top_squared{};
         for (int k = 0; k < SHARED && lanes(k) > 0; k++) {
             const int64_t i = block + k * LANES;
             const int n = lanes(k);
             const vf code = load_n(m + i, n), size = decoded<false>(vabs(code)) * m_scale;
-            vf x = load_n(p + i, n), y = code < 0.0f ? -size : size, z = decoded<true>(load_n(v + i, n)) * v_scale;
+            vf x = load_n(p + i, n), y = choose<pf>(code, -size, size, [](pf code) { return code < 0.0f; });
+            vf z = decoded<true>(load_n(v + i, n)) * v_scale;
             update(x, y, z, load_n(g + i, n), factor, c, item, Plain{});
             put<STOCHASTIC>(p + i, x, bits_of_p(random[k]), n);
             if (sizeof(P) == 4) put_copy(item.copy, i, x, half, n);
-            const vu there = reinterpret_cast<vu>(vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} < n);  // others may be NaN
-            top = higher(top, float_to_bits(vabs(y)) & there), top_squared = higher(top_squared, float_to_bits(vabs(z)) & there);
+            const auto there = [=](vf x) MC_INLINED {  // the others may be NaN
+                return as<vi>(n == LANES ? vabs(x) : only(vabs(x), n, 0.0f));
+            };
+            top = higher(top, there(y)), top_squared = higher(top_squared, there(z));
             ys[k] = y, zs[k] = z;
         }
-        item.m_scale[number] = m_scale = scale_of(top), item.v_scale[number] = v_scale = scale_of(top_squared);
+        item.m_scale[number] = m_scale = highest(top), item.v_scale[number] = v_scale = highest(top_squared);
         const auto chance = [](vu bits) {
-            return STOCHASTIC ? __builtin_convertvector(bits, vf) + 0.5f : all(32768.0f);
+            return STOCHASTIC ? whole_numbers(as<vi>(bits)) + 0.5f : all(32768.0f);
         };
         for (int k = 0; k < SHARED && lanes(k) > 0; k++) {
             const int64_t i = block + k * LANES;
             const vf code = encoded<false>(ys[k], m_scale, chance(bits_of_m(random[k])));
-            store_codes<vb>(m + i, ys[k] < 0.0f ? -code : code, lanes(k));
-            store_codes<vub>(v + i, encoded<true>(zs[k], v_scale, chance(bits_of_v(random[k]))), lanes(k));
+            const vf code_signed = choose<pf>(ys[k], -code, code, [](pf y) { return y < 0.0f; });
+            store_n(reinterpret_cast<uint8_t*>(m) + i, truncated(code_signed), lanes(k));
+            store_n(v + i, truncated(encoded<true>(zs[k], v_scale, chance(bits_of_v(random[k])))), lanes(k));
         }
     };
     for (int64_t block = begin; block < end; block += BLOCK8) {  // begin is a multiple of CHUNK
@@ -191,25 +172,27 @@ void each_piece(const Item* items, int64_t pieces, int64_t size, F f) {
     });
 }
 
-typedef float half_vf __attribute__((vector_size(32)));
-typedef double vd __attribute__((vector_size(64)));
+typedef float half_pf __attribute__((vector_size(2 * PART)));
+typedef double pd __attribute__((vector_size(4 * PART)));
 
 // In fp64, which costs nothing beside the memory and which no square overflows.
 template <class G>
 double squares(const G* g, int64_t n) {
-    vd sums[2] = {};
-    each(n, [&](int64_t i, int lanes) {
+    constexpr int HALVES = 2 * PARTS;
+    pd sums[HALVES] = {};
+    each(n, [&](int64_t i, int lanes) MC_INLINED {
         const vf x = load_n(g + i, lanes);
-        half_vf halves[2];
+        half_pf halves[HALVES];
         memcpy(halves, &x, sizeof x);
-        for (int k = 0; k < 2; k++) {
-            const vd wide = __builtin_convertvector(halves[k], vd);
+#pragma GCC unroll 8
+        for (int k = 0; k < HALVES; k++) {
+            const pd wide = __builtin_convertvector(halves[k], pd);
             sums[k] += wide * wide;
         }
     });
-    double total = 0;
-    const vd both = sums[0] + sums[1];
-    for (int i = 0; i < 8; i++) total += both[i];
+    double all[LANES], total = 0;
+    memcpy(all, sums, sizeof all);
+    for (int i = 0; i < LANES / 2; i++) total += all[i] + all[i + LANES / 2];
     return total;
 }
 

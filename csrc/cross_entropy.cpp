@@ -1,6 +1,7 @@
 // Cross entropy (cross_entropy.h): row by row, forward, backward, and both in one go with the gradient over the logits. A row of GPT-2's
 // vocabulary (200 KB) stays in the second-level cache between the passes. A label outside of the vocabulary is an exception before
 // anything is written.
+#define MC_PARTS  // simd.h
 #include "simd.h"
 
 #include "cross_entropy.h"
@@ -37,8 +38,7 @@ MC_INLINE Row read(T* x, int64_t vocab, bool smooth) {
     each4(vocab, [&](int64_t i, int lanes, int k) {
         vf e = vexp(load_filled(x + i, lanes) - row.most);
         if constexpr (KEEP) store_n(x + i, e, lanes);
-        if (lanes < LANES)
-            for (int lane = lanes; lane < LANES; lane++) e[lane] = 0;
+        if (lanes < LANES) e = only(e, lanes, 0.0f);
         total[k] += e;
     });
     row.exponentials = row.logits = 0;

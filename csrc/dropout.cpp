@@ -1,4 +1,5 @@
 // Dropout (dropout.h).
+#define MC_PARTS  // simd.h
 #include "dropout.h"
 #include "random.h"
 

@@ -2,6 +2,7 @@
 //
 // The backward cuts the rows into as many chunks as `partial` has, whatever the number of threads, and adds the chunks' sums for
 // weight and bias in their order.
+#define MC_PARTS  // simd.h
 #include "norm.h"
 
 #include <cstdlib>
@@ -105,30 +106,31 @@ template <class T, class R, class O>
 void gradient_row(const O* grad, const O* also, const R* more, const R* x, const float* weight, R* stream, T* branch, float* dweight,
                   float* dbias, int64_t at, int64_t dim, Stats s, Drawn* drawn) {
     const float n = static_cast<float>(dim);
-    const auto given = [=](int64_t i, int lanes) {
+    const auto given = [=](int64_t i, int lanes) MC_INLINED {
         return also ? load_n(grad + i, lanes) + load_n(also + i, lanes) : load_n(grad + i, lanes);
     };
-    const Two found = summed(dim, [=](int64_t i, int lanes) {
+    const Two found = summed(dim, [=](int64_t i, int lanes) MC_INLINED {
         const vf d = given(i, lanes), g = d * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
         store_n(dweight + i, load_n(dweight + i, lanes) + d * h, lanes);
         if (dbias) store_n(dbias + i, load_n(dbias + i, lanes) + d, lanes);
         return Two{g * h, g};
     });
     const float skewed = sum(found.first) / n, level = dbias ? sum(found.second) / n : 0.0f;
-    const auto gradient = [&](int64_t i, int lanes) __attribute__((always_inline)) {
+    const auto gradient = [&](int64_t i, int lanes) MC_INLINED {
         const vf g = given(i, lanes) * load_n(weight + i, lanes), h = s.normal(load_n(x + i, lanes));
-        const vf d = (g - level - h * skewed) * s.rstd, all = more ? d + load_n(more + i, lanes) : d;
+        const vf beside = more ? load_n(more + i, lanes) : -vf{};  // -0 changes nothing, not even a zero; so the sum is rounded once
+        const vf all = (g - level - h * skewed) * s.rstd + beside;
         store_n(stream + i, all, lanes);
         return all;
     };
     if (branch && drawn)
-        drawn->row(at, dim, [&](int64_t i, int lanes, const uint16_t* random) {
+        drawn->row(at, dim, [&](int64_t i, int lanes, const uint16_t* random) MC_INLINED {
             store_n(branch + i, masked(gradient(i, lanes) * drawn->rate.scale, random, drawn->rate.threshold), lanes);
         });
     else if (branch)
-        each(dim, [&](int64_t i, int lanes) { store_n(branch + i, gradient(i, lanes), lanes); });
+        each(dim, [&](int64_t i, int lanes) MC_INLINED { store_n(branch + i, gradient(i, lanes), lanes); });
     else
-        each(dim, [&](int64_t i, int lanes) { gradient(i, lanes); });
+        each(dim, [&](int64_t i, int lanes) MC_INLINED { gradient(i, lanes); });
 }
 
 constexpr int64_t GRAIN = 16384;  // elements that are worth a thread

@@ -1,5 +1,6 @@
 // Weights in 4 bits (NF4) and 8 bits: quantise, dequantise, and the product with a few rows of activations, which reads the codes
 // themselves. A row is never shared between threads, so their number changes nothing.
+#define MC_PARTS  // simd.h
 #include "quantize.h"
 
 #include "simd.h"
@@ -24,24 +25,20 @@ MC_INLINE vf lookup(vf table, const uint8_t* p) {
 }
 #elif defined(__AVX2__)
 MC_INLINE vf lookup(vf table, const uint8_t* p) {
-    union {
-        vf all;
-        __m256 half[2];
-    } from = {table}, to;
     const __m256i shift = _mm256_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24);
-    for (int i = 0; i < 2; i++) {
+    const __m256 below = reinterpret_cast<__m256>(part<pf>(table, 0)), above = reinterpret_cast<__m256>(part<pf>(table, 1));
+    return of_parts<vf>(MC_PART {
         int32_t word;
         memcpy(&word, p + 4 * i, 4);
         const __m256i index = _mm256_srlv_epi32(_mm256_set1_epi32(word), shift);  // its low 3 bits are read
-        const __m256 low = _mm256_permutevar8x32_ps(from.half[0], index), high = _mm256_permutevar8x32_ps(from.half[1], index);
-        to.half[i] = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));  // by bit 3
-    }
-    return to.all;
+        const __m256 low = _mm256_permutevar8x32_ps(below, index), high = _mm256_permutevar8x32_ps(above, index);
+        return reinterpret_cast<pf>(_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28))));  // by bit 3
+    });
 }
 #else
 MC_INLINE vf lookup(vf table, const uint8_t* p) {
     float from[LANES], to[LANES];
-    memcpy(from, &table, sizeof from);
+    store(from, table);
     for (int i = 0; i < LANES / 2; i++) to[2 * i] = from[p[i] >> 4], to[2 * i + 1] = from[p[i] & 15];
     return load(to);
 }
@@ -53,18 +50,12 @@ MC_INLINE vf lookup_n(vf table, const uint8_t* p, int n) {
     return lookup(table, some);
 }
 
-// The largest magnitude of up to 64 elements. Magnitudes compare as integers, and a NaN is then the largest of all.
+// The largest magnitude of n elements, which NaN is above.
 template <class T>
 MC_INLINE float most(const T* x, int64_t n) {
-    vu top{};
-    each(n, [&](int64_t i, int lanes) {
-        const vu u = float_to_bits(load_n(x + i, lanes)) & 0x7FFFFFFFu;
-        top = u > top ? u : top;
-    });
-    uint32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits = top[i] > bits ? top[i] : bits;
-    float scale;
-    memcpy(&scale, &bits, 4);
+    vi top{};
+    each(n, [&](int64_t i, int lanes) MC_INLINED { top = higher(top, as<vi>(vabs(load_n(x + i, lanes)))); });
+    const float scale = highest(top);
     return scale < TINY ? 0.0f : scale;
 }
 
@@ -74,11 +65,12 @@ void quantize_group(const T* x, uint8_t* codes, float* scale, int64_t n) {
     *scale = most(x, n);
     const float by = *scale == 0 ? 1.0f : *scale;
     each(n, [&](int64_t i, int lanes) {
-        const vf level = load_n(x + i, lanes) / by;
-        vi code{};
-        for (float middle : middles) code -= level > middle;  // a comparison that holds is -1; none holds for a NaN
+        const vi code = by_parts<pi, pf>(vi{}, load_n(x + i, lanes) / by, [](pi above, pf level) {
+            for (float middle : middles) above -= level > middle;  // a comparison that holds is -1; none holds for a NaN
+            return above;
+        });
         uint8_t half[LANES];
-        for (int j = 0; j < LANES; j++) half[j] = static_cast<uint8_t>(code[j]);
+        store(half, code);
         if (lanes % 2) half[lanes] = ZERO_CODE;
         for (int j = 0; j < (lanes + 1) / 2; j++) codes[i / 2 + j] = static_cast<uint8_t>(half[2 * j] << 4 | half[2 * j + 1]);
     });
@@ -148,10 +140,10 @@ void quantize_rows(const T* x, int8_t* codes, float* scales, int64_t rows, int64
             each(cols, [&](int64_t i, int lanes) {
                 const vf level = load_n(from + i, lanes) / step;
                 const vf shifted = level + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits, ties to even
-                const vi q = reinterpret_cast<vi>(float_to_bits(shifted) - 0x4B400000u);
-                int8_t some[LANES];
-                for (int j = 0; j < LANES; j++) some[j] = static_cast<int8_t>(level[j] == level[j] ? q[j] : 0);
-                memcpy(codes + row * cols + i, some, lanes);
+                const vi q = by_parts<pi, pf>(as<vi>(float_to_bits(shifted) - 0x4B400000u), level, [](pi q, pf level) {
+                    return level == level ? q : pi{};
+                });
+                store_n(reinterpret_cast<uint8_t*>(codes) + row * cols + i, q, lanes);
             });
         }
     });

@@ -71,7 +71,8 @@ MUTANTS = (
     Mutant("truncated-not-rounded", "adamw.cpp", "nan : (u + random) >> 16", "nan : u >> 16", bitwise("bfloat16", "plain")),
     Mutant("decay-after-the-update", "adamw.h", DECAY + MOMENTS + STEP, MOMENTS + STEP + DECAY, bitwise("float32", "nearest")),
     Mutant("bits-of-m-for-the-parameter", "adamw.h", "(word >> 8) & 0xFFFFu", "word & 0xFFFFu", bitwise("bfloat16", "plain")),
-    Mutant("scale-of-the-last-sixteen", "adamw.cpp", "top = higher(top, there(y)),", "top = there(y),", bitwise("float32", "plain", "int8")),
+    Mutant("scale-of-the-last-sixteen", "adamw.cpp", "top = higher(top, there(y)),", "top = there(y),",
+           bitwise("float32", "plain", "int8")),
     Mutant("nan-is-no-magnitude", "simd.h", "return by_parts<pi, pi>(a, b, [](pi x, pi y) { return x > y ? x : y; });",
            "return as<vi>(vmax(as<vf>(a), as<vf>(b)));",
            "test_adamw.py::test_they_agree_about_strange_gradients_too[nan-int8-cpu]"),
@@ -100,7 +101,8 @@ MUTANTS = (
            "test_kernels.py::test_no_nan_is_lost[torch.float32-attention]"),
     Mutant("turned-forth-again", "rotary.h", "? -1.0f : 1.0f", "? 1.0f : 1.0f", exact("rotary")),
 )
-if torch.cpu._is_avx512_bf16_supported() and "GenuineIntel" not in Path("/proc/cpuinfo").read_text():  # elsewhere the line does not run
+# elsewhere the line does not run
+if torch.cpu._is_avx512_bf16_supported() and "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
     MUTANTS += (
         Mutant("scale-of-pairs-lost", "attention.cpp", "sums[i][j], _mm512_set1_ps(times)", "sums[i][j], _mm512_set1_ps(1)",
                exact("attention", "bfloat16")),
