@@ -4,7 +4,6 @@
 // the shape alone), each part is summed in order, then the parts are.
 //
 // Everything passes through pieces of fp32 in the first cache: the loops that compute know neither dtypes nor the ends of rows.
-#define MC_PARTS  // simd.h
 #include "random.h"
 #include "simd.h"
 

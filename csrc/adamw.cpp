@@ -2,7 +2,6 @@
 // chunk holds depends on the tensors alone, so that results do not depend on the number of threads.
 #include <type_traits>
 
-#define MC_PARTS  // simd.h
 #include "random.h"
 #include "simd.h"
 

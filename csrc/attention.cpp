@@ -21,34 +21,30 @@ namespace {
 // ---- products of tiles: c (m x n) = or += a (m x k) b (k x n), with registers of the processor's own width
 
 #if defined(__AVX512F__)
-constexpr int WIDTH = 16, ACROSS = 4;
-#elif defined(__AVX2__)
-constexpr int WIDTH = 8, ACROSS = 2;
+constexpr int ACROSS = 4;
 #else
-constexpr int WIDTH = 4, ACROSS = 2;
+constexpr int ACROSS = 2;
 #endif
 constexpr int DOWN = 6;  // DOWN x ACROSS sums, ACROSS of b and one of a: all but a few of the registers
-typedef float vn __attribute__((vector_size(4 * WIDTH)));
-typedef float vn_any __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 
 // DOWN rows and N registers of c; a is DOWN x k, or, TURNED, k x DOWN
 template <int N, bool TURNED>
 void tile(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
-    vn sums[DOWN][N];
+    pf sums[DOWN][N];
     const float* rows[DOWN];
 #pragma GCC unroll 8
     for (int i = 0; i < DOWN; i++) {
         rows[i] = a + i * lda;
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) sums[i][j] = vn{};
+        for (int j = 0; j < N; j++) sums[i][j] = pf{};
     }
     for (int64_t at = 0; at < k; at++, b += ldb, a += lda) {
-        vn right[N];
+        pf right[N];
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) right[j] = *reinterpret_cast<const vn_any*>(b + j * WIDTH);
+        for (int j = 0; j < N; j++) right[j] = *reinterpret_cast<const pf_any*>(b + j * PART);
 #pragma GCC unroll 8
         for (int i = 0; i < DOWN; i++) {
-            const vn left = (TURNED ? a[i] : rows[i][at]) - vn{};
+            const pf left = (TURNED ? a[i] : rows[i][at]) - pf{};
 #pragma GCC unroll 4
             for (int j = 0; j < N; j++) sums[i][j] += left * right[j];
         }
@@ -57,7 +53,7 @@ void tile(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, f
     for (int i = 0; i < DOWN; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < N; j++) {
-            vn_any& to = *reinterpret_cast<vn_any*>(c + i * ldc + j * WIDTH);
+            pf_any& to = *reinterpret_cast<pf_any*>(c + i * ldc + j * PART);
             to = add ? to + sums[i][j] : sums[i][j];
         }
 }
@@ -80,7 +76,7 @@ MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float*
     for (int64_t at = 0; at < k; at++, b += ldb) {
         __m512bh right[N];
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) right[j] = (__m512bh)_mm512_loadu_ps(b + j * WIDTH);
+        for (int j = 0; j < N; j++) right[j] = (__m512bh)_mm512_loadu_ps(b + j * PART);
 #pragma GCC unroll 8
         for (int i = 0; i < DOWN; i++) {
             const __m512bh left = (__m512bh)_mm512_set1_ps(a[i * lda + at]);
@@ -91,7 +87,7 @@ MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float*
 #pragma GCC unroll 8
     for (int i = 0; i < DOWN; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j++) _mm512_storeu_ps(c + i * ldc + j * WIDTH, _mm512_mul_ps(sums[i][j], _mm512_set1_ps(times)));
+        for (int j = 0; j < N; j++) _mm512_storeu_ps(c + i * ldc + j * PART, _mm512_mul_ps(sums[i][j], _mm512_set1_ps(times)));
 }
 #else
 constexpr bool PAIRABLE = false;  // neither of these is called
@@ -103,8 +99,8 @@ void tile_of_pairs(int64_t, const float*, int64_t, const float*, int64_t, float*
 // f(rows of c, i; floats of b and c, j; N), N a constant, for every tile
 template <class F>
 MC_INLINE void tiles(int64_t m, int64_t n, F f) {
-    for (int64_t j = 0; j < n; j += ACROSS * WIDTH)
-        for (int64_t i = 0; i < m; i += DOWN) switch ((n - j) / WIDTH) {
+    for (int64_t j = 0; j < n; j += ACROSS * PART)
+        for (int64_t i = 0; i < m; i += DOWN) switch ((n - j) / PART) {
                 case 1: f(i, j, std::integral_constant<int, 1>()); break;
                 case 2: f(i, j, std::integral_constant<int, 2>()); break;
                 case 3: f(i, j, std::integral_constant<int, ACROSS == 4 ? 3 : 2>()); break;
@@ -139,13 +135,13 @@ MC_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 template <class T>
 void gather(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
     for (int64_t i = 0; i < rows; i++)
-        each(d, [&](int64_t c, int n) { store(to + i * wide + c, load_n(from + i * step + c, n) * scale); });
+        each(d, [&](int64_t c, int n) MC_INLINED { store(to + i * wide + c, load_n(from + i * step + c, n) * scale); });
 }
 
 template <class T>
 void scatter(T* to, const float* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
     for (int64_t i = 0; i < rows; i++)
-        each(d, [&](int64_t c, int n) { store_n(to + i * step + c, load(from + i * wide + c) * scale, n); });
+        each(d, [&](int64_t c, int n) MC_INLINED { store_n(to + i * step + c, load(from + i * wide + c) * scale, n); });
 }
 
 // The same as they are, in pairs of neighbours: rows of wide / 2.
@@ -166,27 +162,35 @@ MC_INLINE vf load(const two* p) {
     return x;
 }
 
+// Blocks of HALF elements of 16 rows exchanged across the diagonal
+template <int HALF>
+MC_INLINE void exchange(vf* x) {
+#pragma GCC unroll 16
+    for (int row = 0; row < LANES; row++)
+        if (!(row & HALF)) {
+            const vf a = x[row], b = x[row | HALF];
+            if constexpr (HALF < PART) {
+                const auto upper = [](int l) { return l & HALF ? PART + (l ^ HALF) : l; };
+                const auto lower = [](int l) { return l & HALF ? PART + l : l ^ HALF; };
+                x[row] = of_parts<vf>(MC_PART { return picked(part<pf>(a, i), part<pf>(b, i), upper); });
+                x[row | HALF] = of_parts<vf>(MC_PART { return picked(part<pf>(a, i), part<pf>(b, i), lower); });
+            } else {
+                x[row] = of_parts<vf>(MC_PART { return i * PART & HALF ? part<pf>(b, i ^ HALF / PART) : part<pf>(a, i); });
+                x[row | HALF] = of_parts<vf>(MC_PART { return i * PART & HALF ? part<pf>(b, i) : part<pf>(a, i ^ HALF / PART); });
+            }
+        }
+}
+
 // rows of d at a distance to panels of d x PANEL, the rows past the last zero
 template <class T>
 void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
     for (int64_t j = 0; j < up(rows, PANEL); j += LANES) {
         float* panel = to + j / PANEL * PANEL * d + j % PANEL;
-        each(d, [&](int64_t c, int n) {
+        each(d, [&](int64_t c, int n) MC_INLINED {
             vf x[LANES];
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) x[i] = j + i < rows ? load_n(from + (j + i) * step + c, n) : vf{};
-#pragma GCC unroll 4
-            for (int half = LANES / 2; half; half /= 2) {  // exchange blocks of this size across the diagonal
-                vi upper, lower;
-#pragma GCC unroll 16
-                for (int l = 0; l < LANES; l++) upper[l] = l & half ? LANES + (l ^ half) : l, lower[l] = l & half ? LANES + l : l ^ half;
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; i++)
-                    if (!(i & half)) {
-                        const vf a = x[i], b = x[i | half];
-                        x[i] = pick(a, b, upper), x[i | half] = pick(a, b, lower);
-                    }
-            }
+            exchange<8>(x), exchange<4>(x), exchange<2>(x), exchange<1>(x);
             for (int i = 0; i < n; i++) store(panel + (c + i) * PANEL, x[i]);
         });
     }
@@ -224,13 +228,6 @@ MC_INLINE vf below(vf x) {
     p = p * bits_to_float((float_to_bits(shifted) - (0x4B400000u - 127u)) << 23);
     return choose<pf>(x, vf{}, p, [](pf x) { return x < -87.0f; });
 #endif
-}
-
-MC_INLINE vf first(vf x, int64_t n, float rest) {  // the first n lanes of x
-    vi lane;
-    for (int i = 0; i < LANES; i++) lane[i] = i;
-    const auto end = static_cast<int32_t>(n);
-    return choose<pi>(lane, x, all(rest), [end](pi lane) { return lane < end; });
 }
 
 struct Problem {
@@ -284,9 +281,8 @@ struct Head {
     }
     bool any(int64_t i, int64_t rows, int64_t key, int n) const {  // does the mask show any of these keys to any of these rows?
         for (int64_t at = 0; at < (p.mask_s == 1 ? 1 : rows); at++) {
-            const vi seen = first(bias(hidden(i + at) + key, n), n, -INFINITY) != all(-INFINITY);  // NaN is: it must show
-            for (int l = 0; l < LANES; l++)
-                if (seen[l]) return true;
+            const vf given = only(bias(hidden(i + at) + key, n), n, -INFINITY);  // a NaN must show
+            if (sum(choose<pf>(given, vf{}, all(1.0f), [](pf x) { return x == -INFINITY; })) != 0) return true;
         }
         return false;
     }
@@ -307,10 +303,10 @@ struct Head {
     float hide(float* x, int64_t i, int64_t from, int64_t n) const {
         vf top = all(-INFINITY);
         const int64_t offset = p.mask ? hidden(i) + from : 0;
-        each(n, [&](int64_t j, int lanes) {
+        each(n, [&](int64_t j, int lanes) MC_INLINED {
             vf score = load(x + j);
             if (p.mask) score += bias(offset + j, lanes);
-            if (lanes < LANES) score = first(score, lanes, -INFINITY);
+            if (lanes < LANES) score = only(score, lanes, -INFINITY);
             if (p.mask || lanes < LANES) store(x + j, score);
             top = vmax(top, score);
         });
@@ -487,10 +483,10 @@ void probabilities(const Head& h, int64_t i, int64_t rows, int64_t from, int64_t
         uint16_t random[KEYS];
         if (drop) h.bits(random, i + r, from, n);
         vf total{};
-        each(n, [&](int64_t j, int lanes) {
+        each(n, [&](int64_t j, int lanes) MC_INLINED {
             vf score = load(row + j), change = load(drow + j);
             if (p.mask) score += h.bias(hidden + j, lanes);
-            if (lanes < LANES) score = first(score, lanes, -INFINITY), change = first(change, lanes, 0), store(drow + j, change);
+            if (lanes < LANES) score = only(score, lanes, -INFINITY), change = only(change, lanes, 0), store(drow + j, change);
             const vf e = below(score - top) * share, kept = drop ? masked(e, random + j, p.rate.threshold) : e;
             total += kept * change;
             store(row + j, drop ? kept - (e - kept) : e);
@@ -525,15 +521,15 @@ void differentiate(const Head& h, int64_t i, int64_t rows, const Backward& b) {
             const int64_t n = most(0, least(keys, h.sees(i + r) - from));
             const bool drop = p.drop;
             const float scale = p.rate.scale, mean = drop ? inner[r] * scale : inner[r];
-            each(n, [&](int64_t j, int lanes) {
+            each(n, [&](int64_t j, int lanes) MC_INLINED {
                 const vf e = load(row + j), change = load(drow + j), kept = drop ? vmax(vf{}, e) : e;  // a NaN is kept
                 const vf found = drop ? kept * (change * scale) - vabs(e) * mean : e * (change - mean);
                 store(row + j, kept);
-                store(drow + j, lanes < LANES ? first(found, lanes, 0) : found);
+                store(drow + j, lanes < LANES ? only(found, lanes, 0) : found);
             });
             if (p.dmask) {
                 float* to = p.dmask + h.hidden(i + r) + from;
-                each(n, [&](int64_t j, int lanes) { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
+                each(n, [&](int64_t j, int lanes) MC_INLINED { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
             }
         }
         product<true>(keys, wide, rows, x, LINE, b.grad, wide, b.dv + from * wide, wide, true);
@@ -583,7 +579,7 @@ bool compute(const Problem& p, int64_t longest_q, int64_t longest_k) {
 }
 
 // The arguments that both directions have.
-Problem read(Call& call, Array& q, int64_t& longest_q, int64_t& longest_k) {
+Problem read(Call& call, Array& q) {
     q = call.in("q", FLOATS);
     const Array k = call.in("k", q.dtype);
     if (q.shape.rank != 4 || k.shape.rank != 4) call.refuse("q and k have %d and %d dimensions; wanted 4", q.shape.rank, k.shape.rank);
@@ -648,7 +644,7 @@ Array read_mask(Call& call, Problem& p) {
 MC_KERNEL(attention) {
     Array q;
     int64_t longest_q, longest_k;
-    Problem p = read(call, q, longest_q, longest_k);
+    Problem p = read(call, q);
     const Array mask = read_mask(call, p);
     p.to = call.out("out", q.dtype, q.shape).data;
     p.keep(call.out("stats", F32, Shape{2, p.b, p.heads, p.s}));
@@ -663,7 +659,7 @@ MC_KERNEL(attention) {
 MC_KERNEL(attention_backward) {
     Array q;
     int64_t longest_q, longest_k;
-    Problem p = read(call, q, longest_q, longest_k);
+    Problem p = read(call, q);
     const Array mask = read_mask(call, p);
     call.in("out", q.dtype, q.shape);  // of kernels that take D from it
     p.keep(call.in("stats", F32, Shape{2, p.b, p.heads, p.s}));

@@ -1,7 +1,6 @@
 // Cross entropy (cross_entropy.h): row by row, forward, backward, and both in one go with the gradient over the logits. A row of GPT-2's
 // vocabulary (200 KB) stays in the second-level cache between the passes. A label outside of the vocabulary is an exception before
 // anything is written.
-#define MC_PARTS  // simd.h
 #include "simd.h"
 
 #include "cross_entropy.h"

@@ -1,5 +1,4 @@
 // Dropout (dropout.h).
-#define MC_PARTS  // simd.h
 #include "dropout.h"
 #include "random.h"
 

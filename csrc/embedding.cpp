@@ -1,6 +1,5 @@
 // Rows of a table by number, and the gradient of the table: every row is written once, as the sum of what its tokens bring, in the
 // order of the tokens and in fp32, or as zero. So threads, which share out the rows of the table, change nothing.
-#define MC_PARTS  // simd.h
 #include "simd.h"
 
 namespace {

@@ -2,7 +2,6 @@
 //
 // The backward cuts the rows into as many chunks as `partial` has, whatever the number of threads, and adds the chunks' sums for
 // weight and bias in their order.
-#define MC_PARTS  // simd.h
 #include "norm.h"
 
 #include <cstdlib>

@@ -1,6 +1,5 @@
 // Weights in 4 bits (NF4) and 8 bits: quantise, dequantise, and the product with a few rows of activations, which reads the codes
 // themselves. A row is never shared between threads, so their number changes nothing.
-#define MC_PARTS  // simd.h
 #include "quantize.h"
 
 #include "simd.h"

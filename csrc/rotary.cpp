@@ -1,5 +1,4 @@
 // Rotary positions (rotary.h).
-#define MC_PARTS  // simd.h
 #include "rotary.h"
 #include "simd.h"
 

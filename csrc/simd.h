@@ -36,8 +36,8 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 typedef uint16_t vh_any __attribute__((vector_size(32), aligned(2), may_alias));
 
 // Of vectors wider than the processor's own compilers keep each in memory that outlives a statement, and compare them one element
-// after the other. So in a file that defines MC_PARTS they are parts, each in a register: V::of(f) is made of f(0), f(1), ...
-#if defined(MC_PARTS) && !defined(__AVX512F__)
+// after the other. So there they are parts, each in a register: V::of(f) is made of f(0), f(1), ...
+#if !defined(__AVX512F__)
 template <class P, class E>
 struct Wide {
     typedef P Part;
@@ -80,21 +80,13 @@ MC_INLINE V as(X x) {  // the same bits
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
-template <class P>
-union Parts {
-    vu all;
-    P at[PARTS];
-};
 template <class V, class F>
 MC_INLINE V of_parts(F f) {
-    Parts<decltype(f(0))> made;
-#pragma GCC unroll 4
-    for (int i = 0; i < PARTS; i++) made.at[i] = f(i);
-    return reinterpret_cast<V>(made.all);
+    return reinterpret_cast<V>(f(0));
 }
 template <class P, class V>
-MC_INLINE P part(const V& x, int i) {
-    return Parts<P>{reinterpret_cast<vu>(x)}.at[i];
+MC_INLINE P part(const V& x, int) {
+    return reinterpret_cast<P>(x);
 }
 template <class V, class X>
 MC_INLINE V as(X x) {
@@ -189,20 +181,6 @@ MC_INLINE vf interleaved(vf a, vf b) {  // the low, or the high, eight of a and 
                       [=](int l) { return half % 2 * (PART / 2) + l / 2 + l % 2 * PART; });
     });
 }
-
-#if !defined(MC_PARTS)
-// Of the 32 elements of a and b those numbered by `lanes`, which are constants
-template <class V>
-MC_INLINE V pick(V a, V b, vi lanes) {
-#if defined(__clang__)
-    V out = a;
-    for (int i = 0; i < LANES; i++) out[i] = lanes[i] < LANES ? a[lanes[i]] : b[lanes[i] - LANES];
-    return out;
-#else
-    return __builtin_shuffle(a, b, lanes);
-#endif
-}
-#endif
 
 // ---- 16 elements in and out; the rest of a row (fewer than 16) by load_some and store_some, the other lanes being `fill`
 
