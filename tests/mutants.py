@@ -725,7 +725,7 @@ MUTANTS = (
            "test_tied.py::test_the_bits_of_two_gradients_of_the_whole[2-read-torch.float32]"),
     Mutant("freed-memory-kept-for-good", "train/heap.py", "        libc.malloc_trim(0)", "        pass",
            "test_heap.py::test_it_is_kept_while_it_lasts_and_no_longer"),
-    Mutant("runs-keep-no-memory", "train/loop.py", "repeatable(machine), kept(device)):", "repeatable(machine)):",
+    Mutant("runs-keep-no-memory", "train/loop.py", "repeatable(machine), kept(device),", "repeatable(machine),",
            "test_heap.py::test_a_run_and_an_evaluation", "ValueError"),
     Mutant("kernels-on-any-gpu", "ops/_kernels.py", "bool(_C.cuda_architectures) and covered(index)", "bool(_C.cuda_architectures)",
            "test_op.py::test_the_reference_computes_where_no_kernel_would_run[0]"),
