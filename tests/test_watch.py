@@ -229,7 +229,7 @@ def test_each_record_that_is_worked_on_is_progress(what: str, pulse: Counted) ->
 
 def test_packing_is_progress(pulse: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "WINDOW", 10)
-    packing.Packed(SimpleNamespace(lengths=np.full(95, 3), size=8))  # type: ignore[arg-type]  # all that is asked of examples
+    packing.Packed(SimpleNamespace(lengths=np.full(95, 3), size=8, written=0))  # type: ignore[arg-type]  # all that is asked of examples
     assert pulse.beats == 10
 
 
