@@ -335,7 +335,8 @@ def follows(rank: int, precision: str, scale: float, machines: list[dict[str, An
         for (_, _, a), (_, _, b), (_, _, c) in list(zip(exact, one, found, strict=False))[:1]:
             for key, grad in a.items():
                 size, apart = float(grad.norm()), float((cut(c[key], grad) - b[key]).norm())
-                assert apart <= max(2 * float((b[key] - grad).norm()), 0.05 * size, 1e-4), f"{changes} {key}: {apart} of {size}"
+                least = 2e-3 if key.endswith(".k.bias") else 1e-4  # softmax takes no notice of it: what it has is rounding alone
+                assert apart <= max(2 * float((b[key] - grad).norm()), 0.05 * size, least), f"{changes} {key}: {apart} of {size}"
         rounding = max(abs(a[0] - b[0]) for a, b in zip(exact[:STEPS], one[:STEPS], strict=True))
         for (loss, *_), (other, *_) in zip(one[:STEPS], found, strict=True):
             assert abs(loss - other) < max(3 * rounding, 0.01 * loss), f"{changes}: loss {other}, alone {loss}"
