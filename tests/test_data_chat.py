@@ -328,7 +328,8 @@ def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out
     for side in (0, 1):
         assert part[side].tolist() == whole[side][:20].tolist()
     mute = [{"role": "user", "content": "to be or not " * 9}, turns[1]]
-    with pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant to train on within 20: left out"):
+    with (pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant to train on within 20: left out"),
+          pytest.warns(UserWarning, match="^1 of 3 conversations are longer than data.seq_len 20: what lies beyond")):
         examples = make_examples("chat", rows([mute, turns, mute]), ours, DataConfig(seq_len=20))
     assert len(examples) == 1 and examples.at(0, 0)[0].tolist() == part[0].tolist()
     with pytest.raises(InputError, match=r"f: data\.seq_len: .* to train on within 20 tokens of any of the 1 conversations"):

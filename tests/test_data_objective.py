@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -129,6 +130,32 @@ def test_documents_are_parted_by_the_end_of_text(bpe: Tokenizer) -> None:
         blocks = make_examples("lm", documents("a b", "", "c"), bpe, DataConfig(seq_len=64), train=False)
     assert isinstance(blocks, Blocks)
     assert blocks.tokens.flat(0, blocks.total).tolist() == [*bpe.encode("a b"), bpe.eos_id, *bpe.encode("c")]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_examples_that_lose_an_end_are_counted(bpe: Tokenizer, train: bool) -> None:
+    """Those of as many tokens as there is room for lose none."""
+    letters, use = CharTokenizer.train(["abcdefgh"]), "trained on" if train else "judged"
+    beyond, one = f"what lies beyond is not {use}", {"prompt_key": "text", "response_key": "more"}
+
+    def told(objective: str, tokenizer: Tokenizer, *texts: dict[str, Any], **fields: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            make_examples(objective, rows(*texts), tokenizer, DataConfig(**fields), train=train)
+        return [str(one.message) for one in found]
+
+    some: list[dict[str, Any]] = [{"text": "abcdef"[:n], "more": "gh", "label": n % 2} for n in (4, 5, 6)]
+    longer = "texts are longer than data.seq_len"
+    assert told("classify", letters, *some, seq_len=4) == [f"2 of 3 {longer} 4: {beyond}"]
+    assert told("classify", letters, *some, seq_len=7, pair_key="more") == [f"1 of 3 {longer} 7: {beyond}"]
+    assert told("classify", letters, *some, seq_len=6) == told("lm", letters, *some, seq_len=8, **one) == []
+    prompts = "1 of 3 prompts with their responses are longer than data.seq_len 7: the beginning of the prompt, or the end of a "
+    assert told("lm", letters, *some, seq_len=7, **one) == [f"{prompts}response that is longer itself, is not {use}"]
+    pairs = [{"source": "a", "target": "a b c d"[:n]} for n in (1, 3, 7)]
+    assert told("seq2seq", bpe, *pairs, seq_len=8, target_len=2)[-1:] == [
+        f"2 of 3 targets (target) are longer than data.target_len 2: {beyond}"]
+    assert told("seq2seq", bpe, *pairs, seq_len=8) == []
+
 
 
 def test_blocks_as_a_batch(bpe: Tokenizer) -> None:

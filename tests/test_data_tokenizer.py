@@ -1,6 +1,7 @@
 """Tokenizers: the same ids as transformers for each kind of folder, lossless ones of our own, and refusals."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -36,7 +37,9 @@ def same_as_transformers(ours: Tokenizer, folder: Path) -> None:
     for limit, second in ((None, HARD[1]), *([] if HASTY else [(9, HARD[1])]), (9, None)):
         pairs = [theirs(text, second, truncation=limit is not None, max_length=limit, return_token_type_ids=True) for text in HARD]
         wanted = [(pair["input_ids"], pair["token_type_ids"]) for pair in pairs]
-        assert list(ours.encode_pairs([(text, second) for text in HARD], limit)) == wanted
+        found = list(ours.encode_pairs([(text, second) for text in HARD], limit))
+        assert [(ids, segments) for ids, segments, _ in found] == wanted
+        assert [cut for *_, cut in found] == [len(theirs(text, second)["input_ids"]) > (limit or math.inf) for text in HARD]
         assert [ours.encode_pair(text, second, limit) for text in HARD] == wanted
     for text in HARD:
         for special in (True, False):

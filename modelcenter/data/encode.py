@@ -75,13 +75,13 @@ class Reader:
 
     def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int) -> Iterator[tuple[list[int], list[int]]]:
         """The ids and the segments of each text or pair of texts, with the template, at most `limit` ids; a megabyte at a time. How
-        many are empty is said."""
-        first_empty, empty, total = None, 0, 0
+        many are empty is said, and how many are longer."""
+        first_empty, empty, total, long = None, 0, 0, 0
         for some in portions(pairs):
             found = self.tokenizer.encode_pairs([(first, second) for _, first, second in some], limit)
             for record, first, second in some:
                 with self.naming(record, some):
-                    ids, segments = next(found)
+                    ids, segments, cut = next(found)
                 if not self.holds(ids):
                     self.encode(record, first)
                     self.encode(record, second or "")
@@ -90,13 +90,20 @@ class Reader:
                     record.refuse("no token in its text", "a text")
                 if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
                     refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones")
-                total += 1
+                total, long = total + 1, long + cut
                 if not (first or second):
                     first_empty, empty = first_empty or record, empty + 1
                 yield ids, segments
         if first_empty is not None:
             where, use = f"{first_empty.file}, {first_empty.place()}", "trained on" if self.train else "judged"
             warnings.warn(f"{empty:,} of {total:,} texts are empty (first: {where}): {use} as they are", stacklevel=2)
+        self.tell_long(long, total, "texts", "data.seq_len", limit)
+
+    def tell_long(self, long: int, total: int, what: str, key: str, size: int, lost: str = "what lies beyond") -> None:
+        """Warn of examples that were cut to `size` tokens, which the key `key` says."""
+        if long:
+            use = "trained on" if self.train else "judged"
+            warnings.warn(f"{long:,} of {total:,} {what} are longer than {key} {size}: {lost} is not {use}", stacklevel=3)
 
     def holds(self, ids: list[int]) -> bool:
         """Whether the model's vocabulary has all of `ids`."""

@@ -190,11 +190,13 @@ class Tokenizer:
 
         The longer of the two loses its end first, as with transformers' truncation=True.
         """
-        return next(self.encode_pairs([(first, second)], limit))
+        ids, segments, _ = next(self.encode_pairs([(first, second)], limit))
+        return ids, segments
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
-                     ) -> Iterator[tuple[list[int], list[int]]]:
-        """The same for each pair. All cores split the texts, and each text only once: a passage may occur in hundreds of pairs."""
+                     ) -> Iterator[tuple[list[int], list[int], bool]]:
+        """The same for each pair, and whether it has lost an end. All cores split the texts, and each text only once: a passage may
+        occur in hundreds of pairs."""
         texts = list(dict.fromkeys(text for pair in pairs for text in pair if text is not None))
         with self.cutting(texts):
             cut = dict(zip(texts, self.raw.encode_batch_fast(texts, add_special_tokens=False), strict=True))
@@ -205,7 +207,7 @@ class Tokenizer:
         finally:
             self.raw.no_truncation()
         for encoding in found:
-            yield encoding.ids, encoding.type_ids
+            yield encoding.ids, encoding.type_ids, bool(encoding.overflowing)
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         """The ids of words with the template's special tokens, `limit` at most, and for each id the number of its word (None: no
@@ -375,10 +377,11 @@ class CharTokenizer(Tokenizer):
         return map(self.encode, texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
-                     ) -> Iterator[tuple[list[int], list[int]]]:
+                     ) -> Iterator[tuple[list[int], list[int], bool]]:
         for first, second in pairs:
-            ids = (self.encode(first) + self.encode(second or ""))[:limit]
-            yield ids, [0] * len(ids)
+            whole = self.encode(first) + self.encode(second or "")
+            ids = whole[:limit]
+            yield ids, [0] * len(ids), len(ids) < len(whole)
 
     @property
     def segmented(self) -> bool:
@@ -440,10 +443,11 @@ class ForeignTokenizer(Tokenizer):
         return (self.encode(text, special=False) for text in texts)
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str | None]], limit: int | None = None
-                     ) -> Iterator[tuple[list[int], list[int]]]:
+                     ) -> Iterator[tuple[list[int], list[int], bool]]:
         for first, second in pairs:
             out = self.foreign(first, second, return_token_type_ids=True, truncation=limit is not None, max_length=limit)
-            yield out["input_ids"], out["token_type_ids"]
+            ids = out["input_ids"]
+            yield ids, out["token_type_ids"], len(ids) == limit and len(self.foreign(first, second)["input_ids"]) > limit
 
     def encode_words(self, words: Sequence[str], limit: int) -> tuple[list[int], list[int | None]]:
         refuse(self.name, "objective", "tag with a tokenizer that does not say which word a token is of", "another tokenizer")

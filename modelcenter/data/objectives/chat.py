@@ -56,7 +56,7 @@ class Chats(Sequences):
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
-        template, mute, count, roles = Template(read.tokenizer, data.chat_template), 0, 0, set[str]()
+        template, mute, count, cut, roles = Template(read.tokenizer, data.chat_template), 0, 0, 0, set[str]()
         use = "train on" if read.train else "evaluate on"
         for record in records:
             messages = conversation(record, data)
@@ -65,6 +65,7 @@ class Chats(Sequences):
                 ids, places = read.encode_places(record, text)
                 trained, count = written(places, spans)[: data.seq_len], count + 1
                 if trained[1:].any():
+                    cut += len(ids) > data.seq_len
                     self.ids.append(ids[: data.seq_len])
                     self.trained.append(trained.tolist())
                 else:
@@ -81,6 +82,7 @@ class Chats(Sequences):
         if mute:
             said = f"{mute} of {count} conversations have no token of the assistant to {use} within {data.seq_len}: left out"
             warnings.warn(said, stacklevel=2)
+        read.tell_long(cut, count, "conversations", "data.seq_len", self.size)
         self.lengths = np.diff(self.ids.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:

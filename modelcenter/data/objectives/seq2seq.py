@@ -46,16 +46,18 @@ class Pairs(Sequences):
         wide, long = data.seq_len, data.target_len or data.seq_len
         sources = ((r, data.source_prefix + r.text(data.source_key, "data.source_key"), None) for r in records)
         targets = ((r, r.text(data.target_key, "data.target_key")) for r in records)
-        empty = 0
+        empty = cut = 0
         for (ids, _), (_, target) in zip(read.encode_pairs(sources, wide), read.encode_all(targets), strict=True):
             if ids[-1:] != read.eos:
                 ids = ids[: wide - 1] + read.eos
             self.sources.append(ids)
             self.targets.append(target[: long - 1] + read.eos)
-            empty += not target
+            empty, cut = empty + (not target), cut + (len(target) >= long)
         if empty:
             use = "taught to write nothing" if read.train else "judged as they are"
             warnings.warn(f"{empty:,} of {len(records):,} targets ({data.target_key}) are empty: {use}", stacklevel=2)
+        key = "data.target_len" if data.target_len else "data.seq_len"
+        read.tell_long(cut, len(records), f"targets ({data.target_key})", key, long)
         self.size, self.lengths = wide + long, np.diff(self.sources.bounds) + np.diff(self.targets.bounds)
         self.written = self.targets.total
 
