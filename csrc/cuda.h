@@ -98,15 +98,19 @@ __device__ __forceinline__ int some(int64_t at, int64_t count) {
 // The elements, of SIZE bytes, from `shift` on of two packs.
 template <int SIZE, int WORDS>
 __device__ __forceinline__ void behind(uint32_t (&words)[WORDS], int shift) {
+    if (SIZE == 1 && shift & 8)
+#pragma unroll
+        for (int i = 0; i + 2 < WORDS; i++) words[i] = words[i + 2];
     if (shift & 4)
 #pragma unroll
         for (int i = 0; i + SIZE < WORDS; i++) words[i] = words[i + SIZE];
-    if (shift & 2)
+    if (SIZE > 1 && shift & 2)
 #pragma unroll
         for (int i = 0; i + SIZE / 2 < WORDS; i++) words[i] = words[i + SIZE / 2];
-    if (shift & 1)
+    if (SIZE > 1 ? shift & 1 : shift & 3)
 #pragma unroll
-        for (int i = 0; i < WORDS / 2; i++) words[i] = SIZE == 4 ? words[i + 1] : __funnelshift_r(words[i], words[i + 1], 16);
+        for (int i = 0; i < WORDS / 2; i++)
+            words[i] = SIZE == 4 ? words[i + 1] : __funnelshift_r(words[i], words[i + 1], SIZE == 2 ? 16 : shift % 4 * 8);
 }
 
 // A thread's N elements from `at` on, of an array of `count`. WHOLE: a block has found that its are all there and all arrays are

@@ -34,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from contract import DTYPES, LAYOUTS, LOW, OPS, each, error, floating, kernel_backed, kernels_called, run, shown
 from torch import Tensor, nn
 
@@ -385,6 +386,19 @@ def of_quantize(kind: str, rng: random.Random, device: str, compared: bool) -> l
     return [*shown([x, codes, scales]), dtype]
 
 
+def of_resize(rng: random.Random, device: str, compared: bool) -> list[Any]:
+    """Rows that are cut or have zeros behind them, and rows that are not there: bytes as they are."""
+    dtype, cols = rng.choice((*DTYPES, torch.uint8, torch.int8)), rng.choice(WIDTHS[1:])
+    rows = rng.choice([n for n in SIZES if n * cols <= MOST])
+    wide, many = max(1, cols + rng.randint(-40, 40)), rows + rng.choice((0, 0, rng.randint(-3, 9)))
+    x = laid_out(rng)(torch.randint(0, 128, (rows, cols), device=device).to(dtype))
+    out = quantize.resized(x, wide, max(0, many))
+    if compared:
+        wanted = F.pad(x.cpu(), (0, wide - cols, 0, max(0, many) - rows))
+        assert torch.equal(out.cpu(), wanted), "result"
+    return [*shown([x]), wide, many]
+
+
 def of_rotary_in_place(rng: random.Random, device: str, compared: bool) -> list[Any]:
     x, cos, sin, interleaved = each(of_rotary(rng, device), laid_out(rng, 0.2))
     out = rotary_(x.clone(), cos, sin, interleaved)
@@ -590,7 +604,7 @@ def subjects(device: str) -> dict[str, tuple[str, Callable[[random.Random, str, 
     return {
         **{name: ("", bound(of_op, name)) for name in kernel_backed(device)},
         **{f"quantize_{kind}": (f"dequantize_{kind}", bound(of_quantize, kind)) for kind in ("nf4", "int8")},
-        "rotary_": ("rotary", of_rotary_in_place), "gated_over": ("gated_backward", of_gated_over),
+        "resize": ("resize", of_resize), "rotary_": ("rotary", of_rotary_in_place), "gated_over": ("gated_backward", of_gated_over),
         "norm_twice": ("norm_backward", of_norm_twice), "adamw": ("adamw", of_adamw),
         **({"adafactor": ("adafactor_step", of_adafactor)} if adafactor.has_kernels(matrix(device)) else {}),
         **({"relative_attention_in_crowds": ("relative_attention", in_crowds), "gated_linear": ("gated_backward", of_gated_linear)}

@@ -332,6 +332,23 @@ def test_references_say_wrong_shapes_in_the_same_words() -> None:
                 way(torch.randn(n, 65), whole, of_rows, torch.zeros(1))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_another_length(device: str, dtype: torch.dtype) -> None:
+    """Cut, or with zeros behind, from any address; shorter than what is moved at once, too."""
+    if not available(device):
+        pytest.skip("no kernels here")
+    sizes = (37, 413, 40, 416), (5, 416, 5, 413), (9, 3, 16, 8), (9, 40, 7, 3), (3, 1, 8, 8), (0, 5, 4, 5), (4, 5, 0, 5)
+    for rows, cols, many, wide in sizes:
+        whole = torch.randint(1, 120, (16 + rows * cols,), device=device).to(dtype)
+        for first in range(9):
+            x = whole[first : first + rows * cols].view(rows, cols)
+            assert torch.equal(q.resized(x, wide, many), F.pad(x, (0, wide - cols, 0, many - rows)))
+    x = torch.randn(2, 3, 411, device=device).to(dtype)
+    assert torch.equal(q.resized(x, 416), F.pad(x, (0, 5))) and torch.equal(q.resized(x[..., ::2], 8), x[..., :16:2])
+    assert torch.equal(q.resized(x[0, 0], 416), F.pad(x[0, 0], (0, 5))) and q.resized(x, 411) is x
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize(("rows", "cols"), [(360, 411), (363, 416), (365, 413)])
 def test_a_gpus_product_has_whole_rows(kind: str, rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +366,7 @@ def test_a_gpus_product_has_whole_rows(kind: str, rows: int, cols: int, monkeypa
         return product(x, weight, bias)
 
     monkeypatch.setattr(F, "linear", watched)
-    for bias in (None, weights((1, rows), torch.bfloat16, "cpu")[0]):
+    for bias in (None, 100 * weights((1, rows), torch.bfloat16, "cpu")[0]):
         found = []
         for gpu in (False, True):
             monkeypatch.setattr(q, "on_gpu", lambda x, gpu=gpu: gpu)

@@ -223,14 +223,19 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, cols: int
     """`linear`, by a weight of which `rows` x `cols` are real and the rest zeros (`even`)."""
     if weight.shape == (rows, cols):
         return linear(x, weight, bias)
-    bias = None if bias is None else filled(bias, weight.shape[0])
-    return linear(filled(x, weight.shape[1]), weight, bias)[..., :rows].contiguous()
+    bias = None if bias is None else resized(bias.to(weight.dtype), weight.shape[0])
+    return resized(linear(resized(x, weight.shape[1]), weight, bias), rows)
 
 
-def filled(x: Tensor, cols: int, rows: int | None = None) -> Tensor:
-    """`x` with zeros behind its columns, up to `cols`, and behind its rows, up to `rows`."""
-    sides = 0, cols - x.shape[-1], 0, 0 if rows is None else rows - x.shape[0]
-    return F.pad(x, sides if sides[3] else sides[:2]) if any(sides) else x
+def resized(x: Tensor, cols: int, rows: int | None = None) -> Tensor:
+    """`x` (.. n) in rows of `cols`, cut or with zeros behind, and if it is a matrix, with so many of them."""
+    if cols == x.shape[-1] and rows in (None, x.shape[0]):
+        return x
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    count = flat.shape[0] if rows is None else rows
+    out = flat.new_empty(count, cols)
+    call("resize", flat, count, cols, out)
+    return out if rows is not None else out.view(*x.shape[:-1], cols)
 
 
 def even(codes: Tensor, cols: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -247,7 +252,7 @@ def weight_nf4(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) -> 
     rows, wide = even(codes, cols, dtype)
     if (rows, wide) != (codes.shape[0], cols):
         check(codes, scales, cols)
-        codes, scales = filled(codes, -(-wide // 2), rows), filled(scales, scales.shape[1], rows)
+        codes, scales = resized(codes, -(-wide // 2), rows), resized(scales, scales.shape[1], rows)
     weight: Tensor = dequantize_nf4_forward.direct(codes, scales, wide, dtype)
     return weight
 
@@ -257,7 +262,7 @@ def weight_int8(codes: Tensor, scales: Tensor, cols: int, dtype: torch.dtype) ->
     rows, wide = even(codes, cols, dtype)
     if (rows, wide) != codes.shape:
         check(codes, scales)
-        codes, scales = filled(codes, wide, rows), filled(scales, rows)
+        codes, scales = resized(codes, wide, rows), resized(scales, rows)
     weight: Tensor = dequantize_int8_forward.direct(codes, scales, dtype)
     return weight
 
