@@ -1712,7 +1712,7 @@ MUTANTS = (
            "test_train.py::test_a_field_that_is_not_there_is_named_before_anything_is_fetched[lm]"),
     Mutant("an-objective-called-embed", "cli/evaluate.py", "if task not in objectives():", "if False:",
            "test_evaluate.py::test_a_head_of_several_objectives_asks_for_one[embed-contrastive or similarity]"),
-    Mutant("empty-targets-without-a-word", "data/objectives/seq2seq.py", "empty += not target", "empty += 0",
+    Mutant("empty-targets-without-a-word", "data/objectives/seq2seq.py", "empty + (not target)", "empty",
            "test_data_objective.py::test_targets_that_nobody_filled_in_are_counted[True-taught to write nothing]", "Failed"),
     Mutant("empty-texts-without-a-word", "data/encode.py", "if not (first or second):", "if False:",
            "test_data_objective.py::test_texts_that_nobody_filled_in_are_counted[True]", "Failed"),

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from modelcenter.ops import _kernels, _op
+from modelcenter.ops.quantize import resized
 from modelcenter.optim.adamw import AdamW
 
 LARGEST = 2**63
@@ -59,6 +60,7 @@ def good_calls() -> Calls:
             for p in parameters:
                 p.grad = torch.randn_like(p)
             optimizer.step(clip=optimizer.clip(1.0))
+            resized(torch.randn(3, 5, dtype=dtype), 8, 4)
     for name, args in seen:
         kind = tuple(a.dtype if isinstance(a, Tensor) else type(a) for a in args)
         found.setdefault(name, {})[kind] = args
