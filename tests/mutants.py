@@ -500,6 +500,8 @@ MUTANTS = (
            "test_repeatable.py::test_a_run_asks_for_the_same_bits[True]"),
     Mutant("all-errors-for-want-of-a-kernel", "train/repeatable.py", "if named := NONE_FOR.match(str(error)):", "if named := str(error).split():",
            "test_repeatable.py::test_what_has_no_such_kernel_is_refused_by_name"),
+    Mutant("the-first-piece-again", "ops/linear.py", "some.new_empty(some.shape, dtype=a.dtype), factor, b,", "some.new_empty(some.shape, dtype=a.dtype), a[: len(some)], b,",
+           "test_linear.py::test_a_product_is_added_to_fp32_by_pieces[1.0]"),
     Mutant("gradients-apart-stay-apart", "ops/linear.py", "if whole is None and stack is not None:", "if False:",
            "test_linear.py::test_gradients_side_by_side_are_one_matrix[True]"),
     Mutant("gradients-laid-however-large", "ops/linear.py", " and sum(p.numel() * p.element_size() for p in parts) <= BESIDE", "",

@@ -198,6 +198,19 @@ def test_a_gradient_of_rounded_copies_has_none(road: str) -> None:
             torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_product_is_added_to_fp32_by_pieces(beta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row once, whatever of the last piece is left; no tensor of the size of the whole is made."""
+    monkeypatch.setattr(module, "PIECE", 4 * 2 * 24)  # four rows of 24
+    out, a, b = torch.randn(11, 24), torch.randn(6, 11).bfloat16().t(), torch.randn(6, 24).bfloat16()
+    wanted, seen = out * beta + (a.float() @ b.float()) * 0.5, []
+    product = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *args, **options: seen.append(len(args[1])) or product(*args, **options))
+    module.multiply(out, a, b, beta, 0.5)
+    assert seen == [4, 4, 3]
+    torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("road", ["summed", "rectified"])
 def test_many_gradients_of_a_product_are_right_or_refused(road: str) -> None:
     many = torch.randn(3, 8, 5).bfloat16()

@@ -36,6 +36,7 @@ LOW = (torch.bfloat16, torch.float16)
 FEW = 4  # rows
 BESIDE = 128 << 20  # bytes of gradients up to which a copy costs less than it wins
 APART = 64  # elements: what cuBLAS multiplies fastest begins at a multiple of 128 bytes
+PIECE = 8 << 20  # bytes of a product on a CPU that is added to fp32 at a time: that is in its cache, and memory freed is kept
 
 
 @cache
@@ -334,5 +335,7 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float = 1.0)
     elif on_gpu(out):
         torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=beta, alpha=alpha, out=out)
     else:
-        part = torch.addmm(out.new_empty(out.shape, dtype=a.dtype), a, b, beta=0.0, alpha=alpha)
-        out.copy_(part) if beta == 0 else out.add_(part)
+        rows = max(1, PIECE // max(1, out.size(1) * a.element_size()))
+        for some, factor in zip(out.split(rows), a.split(rows), strict=True):
+            part = torch.addmm(some.new_empty(some.shape, dtype=a.dtype), factor, b, beta=0.0, alpha=alpha)
+            some.copy_(part) if beta == 0 else some.add_(part)
