@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -386,6 +387,23 @@ def test_f1_says_of_which_class_it_is(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "file.jsonl").write_text('{"text": "t", "label": "no"}\n' * 3)
     assert main(["evaluate", str(tmp_path / "model"), f"data.path={tmp_path}/file.jsonl", "metrics=[f1]"]) == 0
     assert "f1: 0, because no label is yes," in capsys.readouterr().out
+
+
+def test_nothing_is_encoded_to_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that nothing is said of the training data, nor twice of those that are judged."""
+    model = mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="classify", id2label={0: "no", 1: "yes"})
+    model.save_pretrained(tmp_path / "model")
+    open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "model")
+    for name, texts in (("train", ["some text " * 9, "more " * 9]), ("held", ["some text", "more " * 9])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}", "label": "no"}}\n' for text in texts))
+    for keys in (["data.path=train.jsonl", "data.eval_path=held.jsonl"], ["data.path=held.jsonl"]):
+        paths = [key.replace("=", f"={tmp_path}/") for key in keys]
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            assert main(["evaluate", str(tmp_path / "model"), *paths, "data.seq_len=6"]) == 0
+        told = capsys.readouterr()
+        assert told.out.startswith("examples 2, ")
+        assert told.err == "modelcenter: warning: 1 of 2 texts are longer than data.seq_len 6: what lies beyond is not judged\n"
 
 
 @pytest.mark.parametrize(("kind", "labels", "objective"), [

@@ -70,7 +70,8 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
 def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False,
             judged: bool = False) -> Setup:
     """Read the data, train or load the tokenizer, load the model (`meta`: without its weights), and report what was found. `recipe`
-    is resolved. `judged`: the model is only evaluated, with the labels that it knows, whether or not all of them occur in the data.
+    is resolved. `judged`: the model is only evaluated, with the labels that it knows, whether or not all of them occur in the data;
+    nothing is encoded to train on, and the loader is that of the evaluation.
 
     On a CPU a thread reads the weights while the texts are encoded. Errors: `InputError`; for a field of the data that does not
     fit, before any weight is read.
@@ -88,15 +89,20 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
                                reader.put_off if device.type == "cpu" else None)
         configure(model, recipe, tokenizer, ranks)
         prepared = Prepared(recipe, device, ranks, model, tokenizer, labels)
-        train, judge = prepared.loader(records, train=True), prepared.evaluation(held_out) if held_out else None
+        train = None if judged else prepared.loader(records, train=True)
+        judge = prepared.evaluation(held_out) if held_out else None
         ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
-        setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
+        if train is not None:
+            setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
+        else:
+            assert judge is not None
+            setup = Setup(model, tokenizer, labels, judge.loader, judge, 0)
         setup.environment = facts(recipe, device, ranks, setup)
         if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
             setup.idle.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
         if machine.offload and device.type == "cpu":
             setup.idle.append(ASIDE)
-        setup.lines = [*opening(recipe, device, ranks, setup, ended), *setup.idle]
+        setup.lines = [*(opening(recipe, device, ranks, setup, ended) if not judged else ()), *setup.idle]
         if file := held_of_one(recipe.data, held_out):
             setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
         reader.wait()
