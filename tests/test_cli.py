@@ -619,6 +619,9 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     (here / "none.jsonl").write_text('{"q": "the cat"}\n{"q": ""}\n')
     assert main(["generate", "copy", "prompts=none.jsonl", "prompt_key=q", *beams]) == 2
     assert "error: none.jsonl: line 2: q has no token; a text to go on with" in capsys.readouterr().err
+    (here / "long.txt").write_text(f"the cat\n{'the cat ' * 128}\n")
+    assert main(["generate", "copy", "prompts=long.txt"]) == 2  # where nobody said how many tokens are to be new
+    assert "error: long.txt: line 2: a prompt of 1024 tokens; fewer than 1024, as many as the" in capsys.readouterr().err
     capsys.readouterr()
     rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["the cat"] * 2 + ["a mat. the cat"] * 2 + ["the"] * 2

@@ -329,9 +329,9 @@ def test_malformed_generation_config(content: str, said: str, here: Path, capfd:
 
 
 def test_texts_are_written_as_they_come(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (here / "p.txt").write_text("the\ncat\n" + "a" * 40 + "\n")
+    (here / "p.txt").write_text("the\ncat\n" + "a" * 30 + "\n")
     assert main(["generate", "gpt2", "prompts=p.txt", "out=b.jsonl", "batch=2", "max_new_tokens=3"]) == 2
-    assert "after a prompt of 40 tokens" in capfd.readouterr().err
+    assert "3 after a prompt of 30 tokens" in capfd.readouterr().err
     assert [json.loads(line)["prompt"] for line in (here / "b.jsonl").read_text().splitlines()] == ["the", "cat"]
 
 

@@ -96,6 +96,10 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
     template = Template(tokenizer) if chats else None
     source = model.encoder_decoder
     prompts = [ids_of(tokenizer, template, record, key, talk, source) for record, talk in zip(records, talks, strict=True)]
+    if asked.prompts is not None and (most := positions(model)) is not None:
+        for record, ids in zip(records, prompts, strict=True):
+            if len(ids) >= most:
+                record.refuse(f"a prompt of {len(ids)} tokens", f"fewer than {most}, as many as the model has positions")
     if not {"max_new_tokens", "max_length"} & {*options, *beside(model)}:
         options["max_new_tokens"] = unasked(model, prompts)
     if asked.stream:
@@ -119,10 +123,14 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
 
 def unasked(model: "Model", prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens are written where nobody says: 64, or as many as the longest prompt leaves of the model's positions."""
+    most = positions(model)
+    return 64 if most is None else max(1, min(64, most - max(map(len, prompts))))
+
+
+def positions(model: "Model") -> int | None:
+    """The tokens of a prompt and what follows it, where a table of the model limits them."""
     table = getattr(getattr(model, "embed", None), "positions", None)
-    if table is None or model.encoder_decoder:
-        return 64
-    return max(1, min(64, len(table.weight) - max(map(len, prompts))))
+    return None if table is None or model.encoder_decoder else len(table.weight)
 
 
 def read_prompts(file: str, key: str) -> "list[Record]":
