@@ -2,6 +2,7 @@
 
 import json
 import random
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -329,8 +330,14 @@ def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out
         assert part[side].tolist() == whole[side][:20].tolist()
     mute = [{"role": "user", "content": "to be or not " * 9}, turns[1]]
     with (pytest.warns(UserWarning, match="2 of 3 conversations have no token of the assistant to train on within 20: left out"),
-          pytest.warns(UserWarning, match="^1 of 3 conversations are longer than data.seq_len 20: what lies beyond")):
+          pytest.warns(UserWarning, match="^1 of 1 other conversations are longer than data.seq_len 20: what the assistant says")):
         examples = make_examples("chat", rows([mute, turns, mute]), ours, DataConfig(seq_len=20))
+    with warnings.catch_warnings(record=True) as told:  # what the assistant does not say is not trained on anyway
+        warnings.simplefilter("always")
+        size = len(whole[0]) - 1  # without the template's last line end
+        longer = [*turns, {"role": "user", "content": "to be or not " * 99}]
+        make_examples("chat", rows([turns, longer]), ours, DataConfig(seq_len=size))
+    assert not told
     assert len(examples) == 1 and examples.at(0, 0)[0].tolist() == part[0].tolist()
     with pytest.raises(InputError, match=r"f: data\.seq_len: .* to train on within 20 tokens of any of the 1 conversations"):
         make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20))
@@ -374,6 +381,7 @@ def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_p
     pytest.param(INST, "[" * 100_000, r"messages is \[+, text that is not JSON", id="nested"),
     (INST, r'[{"role": "user", "content": "\ud800"}]', "text that is not JSON .*surrogates"),
     (INST, [ASKED[0]], "no message of the assistant in any of 1 conv.*, only of user"),
+    (INST, [ASKED[0], {"role": "assistant", "content": None}], "line 1: a message whose content is null; a role and a content"),
 ])  # fmt: skip
 def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: str) -> None:
     made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
@@ -397,7 +405,7 @@ def test_a_named_template_needs_its_tokens() -> None:
     with pytest.raises(InputError, match=r"data\.chat_template: 'chatm'; did you mean 'chatml'"):
         make_examples("chat", rows([ASKED]), bare, DataConfig(chat_template="chatm"))
     letters = open_tokenizer("char", ["Userqa: \n"])
-    with pytest.raises(InputError, match="plain with a tokenizer that has no end of text"):
+    with pytest.raises(InputError, match="has no end of text; another template, or a tokenizer that has it"):
         make_examples("chat", rows([ASKED]), letters, DataConfig(chat_template="plain"))
 
 

@@ -29,7 +29,7 @@ from modelcenter.data.objectives.lm import Blocks, fit
 from modelcenter.data.objectives.mlm import Masked
 from modelcenter.data.packing import Packed
 from modelcenter.data.read import read_records
-from modelcenter.data.record import Record
+from modelcenter.data.record import Record, class_names
 from modelcenter.data.tokenizer import CharTokenizer, Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer
 from modelcenter.data.tokenizer_train import train_tokenizer
@@ -112,7 +112,7 @@ def test_texts_that_nobody_filled_in_are_counted(bert: Tokenizer, train: bool) -
     some = [("a b", "c"), ("", ""), ("a", ""), ("", ""), ("", "b")]
     records = [Record({"text": a, "more": b, "label": k % 2}, "f.csv", k + 2) for k, (a, b) in enumerate(some)]
     use = "trained on" if train else "judged"
-    with pytest.warns(UserWarning, match=rf"^2 of 5 texts are empty \(first: f\.csv, line 3\): {use} as they are$"):
+    with pytest.warns(UserWarning, match=rf"^2 of 5 pairs are empty \(first: f\.csv, line 3\): {use} as they are$"):
         examples = make_examples("classify", records, bert, data, train=train)
     assert len(examples) == 5 and examples.at(0, 1)[0].tolist() == [bert.cls_id, bert.sep_id, bert.sep_id]
 
@@ -147,13 +147,19 @@ def test_examples_that_lose_an_end_are_counted(bpe: Tokenizer, train: bool) -> N
     some: list[dict[str, Any]] = [{"text": "abcdef"[:n], "more": "gh", "label": n % 2} for n in (4, 5, 6)]
     longer = "texts are longer than data.seq_len"
     assert told("classify", letters, *some, seq_len=4) == [f"2 of 3 {longer} 4: {beyond}"]
-    assert told("classify", letters, *some, seq_len=7, pair_key="more") == [f"1 of 3 {longer} 7: {beyond}"]
+    assert told("classify", letters, *some, seq_len=7, pair_key="more") == [f"1 of 3 {longer.replace('texts', 'pairs')} 7: {beyond}"]
     assert told("classify", letters, *some, seq_len=6) == told("lm", letters, *some, seq_len=8, **one) == []
-    prompts = "1 of 3 prompts with their responses are longer than data.seq_len 7: the beginning of the prompt, or the end of a "
-    assert told("lm", letters, *some, seq_len=7, **one) == [f"{prompts}response that is longer itself, is not {use}"]
+    prompts, begin = "prompts with their responses are longer than data.seq_len", "the beginning of the prompt is not read"
+    assert told("lm", letters, *some, seq_len=7, **one) == [f"1 of 3 {prompts} 7: {begin}"]
+    assert told("lm", letters, *some, seq_len=2, **one) == [
+        f"3 of 3 {prompts} 2: {begin}", f"3 of 3 responses (more) are longer than data.seq_len 2: {beyond}"]
+    assert told("lm", letters, {"text": "a", "more": "gh"}, {"text": "", "more": "gh"}, seq_len=2, **one) == [
+        f"1 of 2 responses (more) are longer than data.seq_len 2: {beyond}"]
     pairs = [{"source": "a", "target": "a b c d"[:n]} for n in (1, 3, 7)]
     assert told("seq2seq", bpe, *pairs, seq_len=8, target_len=2)[-1:] == [
         f"2 of 3 targets (target) are longer than data.target_len 2: {beyond}"]
+    assert told("seq2seq", bpe, *({**pair, "source": pair["target"]} for pair in pairs), seq_len=2, target_len=8) == [
+        f"2 of 3 sources (source) are longer than data.seq_len 2: {beyond}"]
     assert told("seq2seq", bpe, *pairs, seq_len=8) == []
 
 
@@ -495,6 +501,19 @@ def test_several_labels(bert: Tokenizer) -> None:
     assert found["eval_accuracy"] == (matrix == there).all(1).mean()
 
 
+def test_labels_that_are_likely_to_be_one_are_told() -> None:
+    """As hands write them; classes that a data set names itself are meant."""
+    classify, data = find_objective("classify"), DataConfig()
+    for labels, found in ((["Not  so", "Pos", "not so", "pos", "pos "], "'Not  so' and 'not so' differ .* alone, as do others:"),
+                          (["Pos", "neg", "pos", "pos "], "'Pos' and 'pos' and 'pos ' differ in spaces or capitals alone:")):
+        with pytest.warns(UserWarning, match=f"^data.jsonl: label: {found} each is a label of its own$"):
+            assert classify.names(rows(*({"text": "a", "label": label} for label in labels)), data) == tuple(labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for names in (class_names(["us", "US"]), ["a b", "a-b", "ab"]):
+            assert classify.names(rows(*({"text": "a", "label": label} for label in names)), data) == tuple(names)
+
+
 def test_a_number_of_each_label_is_no_list_of_them(bert: Tokenizer) -> None:
     """As other tools want them: taken for the numbers 0 and 1, nearly all texts had the same two labels."""
     for each in ([0, 1, 0], "1,1,0", "[0, 0]", [True, False, True]):
@@ -537,7 +556,7 @@ def test_describe(bpe: Tokenizer, bert: Tokenizer) -> None:
     ("lm", {"q": "a", "a": ""}, {"prompt_key": "q", "response_key": "a"}, "line 1: a has no token"),
     ("mlm", {"text": "a"}, {}, "no mask token"),
     ("seq2seq", {"source": "a"}, {}, "line 1: no field 'target'"),
-    ("classify", {"text": "a", "label": None}, {}, "label is None"),
+    ("classify", {"text": "a", "label": None}, {}, "label is null; the name"),
     ("classify", {"text": "a", "label": ""}, {}, "label is ''; the name or the number of a class"),
     ("classify", {"text": "a", "label": 0}, {}, "only the label LABEL_0"),
     ("classify", {"text": "a", "label": 3}, {}, r"the labels \[3\]"),

@@ -256,12 +256,17 @@ def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
         named[0].text("sentence", "data.text_key")
     with pytest.raises(InputError, match="no field 'sentence'; known: 0, 1, 2, 3 "):
         rows[0].text("sentence", "data.text_key")
-    for kind, marks in {"csv": ";|", "tsv": ",;"}.items():
+    for kind, marks in {"csv": ";|\t", "tsv": ",;"}.items():
         for apart in marks:
-            row = read_records(str(write(tmp_path / f"b.{kind}", f"text{apart}label\na{apart}0\n")))[0]
-            said = rf"no field 'text'; {'tabs' if kind == 'tsv' else 'commas'} between fields, and not '{re.escape(apart)}' "
-            with pytest.raises(InputError, match=said):
+            file_b = str(write(tmp_path / f"b.{kind}", f"text{apart}label\na{apart}0\n"))
+            row, other = read_records(file_b)[0], {"\t": "tsv", ",": "csv"}.get(apart)
+            said = f"{'tabs' if kind == 'tsv' else 'commas'} between fields, and not {apart!r} "
+            with pytest.raises(InputError, match=re.escape(f"no field 'text'; {said}(prompt_key")):
+                row.text("text", "prompt_key")
+            said = f"data.format={other}, as {apart!r} is between its fields " if other else said
+            with pytest.raises(InputError, match=re.escape(f"no field 'text'; {said}(data.text_key")):
                 row.text("text", "data.text_key")
+            assert other is None or read_records(file_b, other)[0].fields == {"text": "a", "label": "0"}  # type: ignore[arg-type]
     held = read_split(DataConfig(path=str(file), eval_path=(str(file), str(file)), header=False))
     assert [len(part) for part in held] == [2, 4]
     file.write_text(lines[0] + "\n" + lines[1] + mark + "more\n")
@@ -300,6 +305,7 @@ def test_eval_path_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name, content, said", [
     ("a.txt", b"fine\nbad \xff\n", r"a.txt: line 2: byte 4 \(0xff\) is not UTF-8"),
+    ("a.csv", b"text,label\ncaf\xe9,0\n", r"line 2: byte 3 \(0xe9\) is not UTF-8; .* of GBK, -f cp1252 of Latin letters"),
     ("a.txt", b"ok\n" + b"x" * (LONGEST_LINE + 1), "line 2: longer than 16 MiB"),
     ("a.txt", b"", "no record"),
     ("a.jsonl", b"\n\n", "no record"),
@@ -308,7 +314,8 @@ def test_eval_path_wins(tmp_path: Path) -> None:
     ("a.jsonl", b'["a"]', "line 1: a JSON list; one JSON object a line; data.format=json reads a list"),
     ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", "line 1: not JSON"),
     ("a.csv", b"a,b\n1\n", "line 2: 1 fields where the header has 2"),
-    ("a.csv", b'a,b\n1,"2\n3', "not CSV"),
+    ("a.csv", b'a,b\n1,2\n\n3,"4\n5,6\n7', r"line 4: not CSV \(unexpected end of data in line 6\); .* closed quotes"),
+    ("a.csv", b'a,b\n1,2\n3,"4"5\n6,7\n', r"line 3: not CSV \(',' expected after '\"'\)"),
     ("a.csv", b"a,a\n1,2\n", "names a field twice"),
     ("a.tsv", b"a\tb\n1\t2\t3\n", "line 2: 3 fields where the header has 2"),
     ("a.tsv", b"a\tb\n", "no record"),

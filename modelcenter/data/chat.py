@@ -49,7 +49,8 @@ class Template:
             if name == "plain" and tokenizer.id("eos") is None:
                 lack = ["end of text"]
             if lack:
-                refuse(tokenizer.name, "data.chat_template", f"{name} with a tokenizer that has no {lack[0]}", "another template")
+                found = f"{name} with a tokenizer that has no {lack[0]}"
+                refuse(tokenizer.name, "data.chat_template", found, "another template, or a tokenizer that has it")
             tokenizer.chat_template = "{{ bos_token }}" * tokenizer.puts_bos + source
         if tokenizer.chat_template is None:
             wanted = f"data.chat_template={' or '.join(NAMED)}, or a chat_template in tokenizer_config.json"

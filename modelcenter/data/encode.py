@@ -73,9 +73,10 @@ class Reader:
             found = f"{where}{e.character!r}{'' if self.train else ' of the evaluation data'} is not in the vocabulary"
             record.refuse(found, "a character of the training text", e.offset)
 
-    def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int) -> Iterator[tuple[list[int], list[int]]]:
+    def encode_pairs(self, pairs: Iterable[tuple[Record, str, str | None]], limit: int, what: str = "texts"
+                     ) -> Iterator[tuple[list[int], list[int]]]:
         """The ids and the segments of each text or pair of texts, with the template, at most `limit` ids; a megabyte at a time. How
-        many are empty is said, and how many are longer."""
+        many are empty is said, and how many are longer, as `what` they are."""
         first_empty, empty, total, long = None, 0, 0, 0
         for some in portions(pairs):
             found = self.tokenizer.encode_pairs([(first, second) for _, first, second in some], limit)
@@ -96,13 +97,15 @@ class Reader:
                 yield ids, segments
         if first_empty is not None:
             where, use = f"{first_empty.file}, {first_empty.place()}", "trained on" if self.train else "judged"
-            warnings.warn(f"{empty:,} of {total:,} texts are empty (first: {where}): {use} as they are", stacklevel=2)
-        self.tell_long(long, total, "texts", "data.seq_len", limit)
+            warnings.warn(f"{empty:,} of {total:,} {what} are empty (first: {where}): {use} as they are", stacklevel=2)
+        self.tell_long(long, total, what, "data.seq_len", limit)
 
-    def tell_long(self, long: int, total: int, what: str, key: str, size: int, lost: str = "what lies beyond") -> None:
-        """Warn of examples that were cut to `size` tokens, which the key `key` says."""
+    def tell_long(self, long: int, total: int, what: str, key: str, size: int, lost: str = "what lies beyond",
+                  use: str = "") -> None:
+        """Warn of examples that were cut to `size` tokens, which the key `key` says. `use`: for what the rest is `lost`; by default
+        for training or evaluation."""
         if long:
-            use = "trained on" if self.train else "judged"
+            use = use or ("trained on" if self.train else "judged")
             warnings.warn(f"{long:,} of {total:,} {what} are longer than {key} {size}: {lost} is not {use}", stacklevel=3)
 
     def holds(self, ids: list[int]) -> bool:

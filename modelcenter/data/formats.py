@@ -162,7 +162,8 @@ class Csv(Part):
                 seen = reader.line_num
         except csv.Error as e:
             wanted = "comma-separated values with closed quotes"
-            refuse(file, f"line {reader.line_num}", f"not CSV ({e})", wanted)
+            until = f" in line {reader.line_num}" if reader.line_num > seen + 1 else ""  # a quote that is open swallows lines
+            refuse(file, f"line {seen + 1}", f"not CSV ({e}{until})", wanted)
         self.places = np.array(places, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:

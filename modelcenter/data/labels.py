@@ -1,5 +1,6 @@
 """Finds the labels in the data and numbers them: classes, sets of labels and tags of words alike."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ def label_names(
             if odd := [label for label in labels(record) if not isinstance(label, str)]:
                 record.refuse(f"{key} has {odd[0]!r}", "a name, as elsewhere in the data")
         names = tuple(sorted(values))
+        tell_alike(records[0].file, key, names)
     else:
         there = sorted(n for n in numbers if n is not None)
         if there and (there[0] < 0 or there[-1] >= (MOST if gaps else len(there))):
@@ -38,6 +40,17 @@ def label_names(
     if len(names) < 2:
         refuse(records[0].file, key, f"only the label {names[0]}" if names else "no label", "two labels at least")
     return names
+
+
+def tell_alike(file: str, key: str, names: Names) -> None:
+    """Warn of labels that are likely to be one, written in several ways."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+    if same := [group for group in alike.values() if len(group) > 1]:
+        first = " and ".join(repr(name)[:60] for name in same[0][:4])
+        more = ", as do others" if len(same) > 1 else ""
+        warnings.warn(f"{file}: {key}: {first} differ in spaces or capitals alone{more}: each is a label of its own", stacklevel=3)
 
 
 def index_of(record: Record, label: Any, names: Sequence[str], key: str) -> int:

@@ -52,6 +52,8 @@ class Record:
         alone = next(iter(self.fields)) if table and len(self.fields) == 1 else ""  # of all the names one was made
         if apart := next((mark for mark in ";|,\t" if key in alone.split(mark)), None):
             said = f"{'tabs' if '.tsv' in Path(self.file).suffixes else 'commas'} between fields, and not {apart!r}"
+            if (kind := {"\t": "tsv", ",": "csv"}.get(apart)) and option.startswith("data."):
+                said = f"data.format={kind}, as {apart!r} is between its fields"
         self.refuse(f"no field {key!r}", f"{said} ({option} names the field{told})")
 
     def refuse_ids(self, key: str, option: str) -> NoReturn:

@@ -90,7 +90,8 @@ class Source:
                 line = 1 + data.count(b"\n", 0, e.start) + sum(
                     chunk[: max(0, start - offset)].count(b"\n") for offset, chunk in self.chunks() if offset < start)
             found = f"byte {e.start - first} (0x{data[e.start]:02x}) is not UTF-8"
-            refuse(self.file, f"line {line}", found, "UTF-8 text: of GBK, iconv -f gb18030 -t utf-8 makes it")
+            wanted = "UTF-8 text: iconv -f gb18030 -t utf-8 makes it of GBK, -f cp1252 of Latin letters"
+            refuse(self.file, f"line {line}", found, wanted)
         return text.removeprefix("\ufeff") if start == 0 else text
 
 

@@ -63,9 +63,10 @@ class Chats(Sequences):
             roles |= {message["role"] for message in messages}
             for text, spans in template.marked_texts(record, messages, tools_of(record)):
                 ids, places = read.encode_places(record, text)
-                trained, count = written(places, spans)[: data.seq_len], count + 1
+                whole, count = written(places, spans), count + 1
+                trained = whole[: data.seq_len]
                 if trained[1:].any():
-                    cut += len(ids) > data.seq_len
+                    cut += bool(whole[data.seq_len :].any())
                     self.ids.append(ids[: data.seq_len])
                     self.trained.append(trained.tolist())
                 else:
@@ -80,9 +81,10 @@ class Chats(Sequences):
             told = f"{records[0].file}: messages of {', '.join(odd)}, which few templates know: {nearest(odd[0], ROLES)}"
             warnings.warn(told, stacklevel=2)
         if mute:
-            said = f"{mute} of {count} conversations have no token of the assistant to {use} within {data.seq_len}: left out"
+            said = f"{mute:,} of {count:,} conversations have no token of the assistant to {use} within {data.seq_len}: left out"
             warnings.warn(said, stacklevel=2)
-        read.tell_long(cut, count, "conversations", "data.seq_len", self.size)
+        others = "other conversations" if mute else "conversations"
+        read.tell_long(cut, count - mute, others, "data.seq_len", self.size, "what the assistant says beyond")
         self.lengths = np.diff(self.ids.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:
@@ -157,7 +159,9 @@ def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") == "function":
         message = {**message, "role": "tool"}
     if not isinstance(message.get("role"), str) or (message.get("content") is None and not message.get("tool_calls")):
-        record.refuse(f"a message has the fields {', '.join(map(str, message))}", "a role and a content")
+        null = ", ".join(str(name) for name, value in message.items() if value is None and name in ("role", "content"))
+        found = f"a message whose {null} is null" if null else f"a message has the fields {', '.join(map(str, message))}"
+        record.refuse(found, "a role and a content")
     message = {**message, "role": SHAREGPT.get(message["role"], message["role"])}  # `human` is what `user` is, under either key
     weight = message.get("weight")
     if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):

@@ -130,7 +130,7 @@ class Labelled(Packable):
                     paired |= second is not None
                     yield record, first, second
 
-        for ids, segments in read.encode_pairs(texts(), data.seq_len):
+        for ids, segments in read.encode_pairs(texts(), data.seq_len, "texts" if data.pair_key is None else "pairs"):
             self.ids.append(ids)
             self.segments.append(segments)
         self.lengths = np.diff(self.ids.bounds)
@@ -213,7 +213,7 @@ def class_of(record: Record, key: str) -> list[Any]:
     value = record.get(key, "data.label_key")
     if not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):  # a cell that nobody filled in
         wanted = "the name or the number of a class; objective=regress is for values, multilabel for lists"
-        record.refuse(f"{key} is {value!r}", wanted)
+        record.refuse(f"{key} is {'null' if value is None else repr(value)[:60]}", wanted)
     return [value]
 
 

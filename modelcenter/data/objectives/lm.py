@@ -125,14 +125,16 @@ class Rows(Sequences):
 
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.known = filler(read.tokenizer), data.seq_len, Ragged(), array("q")
-        cut = 0
+        short = cut = 0
         for prompt, response in prompted(records, read, data):
             ids, known = fit(prompt, response, data.seq_len, len(read.bos))
             self.ids.append(ids)
             self.known.append(known)
-            cut += len(ids) < len(prompt) + len(response)
-        lost = "the beginning of the prompt, or the end of a response that is longer itself,"
-        read.tell_long(cut, len(records), "prompts with their responses", "data.seq_len", self.size, lost)
+            short += known < len(prompt)
+            cut += len(ids) < min(known, len(prompt)) + len(response)
+        lost = "the beginning of the prompt"
+        read.tell_long(short, len(records), "prompts with their responses", "data.seq_len", self.size, lost, "read")
+        read.tell_long(cut, len(records), f"responses ({data.response_key})", "data.seq_len", self.size)
         self.lengths = np.diff(self.ids.bounds)
 
     def at(self, epoch: int, index: int) -> tuple[Ids, Ids]:

@@ -47,7 +47,8 @@ class Pairs(Sequences):
         sources = ((r, data.source_prefix + r.text(data.source_key, "data.source_key"), None) for r in records)
         targets = ((r, r.text(data.target_key, "data.target_key")) for r in records)
         empty = cut = 0
-        for (ids, _), (_, target) in zip(read.encode_pairs(sources, wide), read.encode_all(targets), strict=True):
+        encoded = read.encode_pairs(sources, wide, f"sources ({data.source_key})")
+        for (ids, _), (_, target) in zip(encoded, read.encode_all(targets), strict=True):
             if ids[-1:] != read.eos:
                 ids = ids[: wide - 1] + read.eos
             self.sources.append(ids)

@@ -70,7 +70,7 @@ class Tagged(Sequences):
             refuse(records[0].file, data.words_key, "no token in all sentences", "words")
         if lost:
             use = "learned" if read.train else "judged"
-            said = f"{lost} of {total} words have no token within data.seq_len {data.seq_len}: their tags are not {use}"
+            said = f"{lost:,} of {total:,} words have no token within data.seq_len {data.seq_len}: their tags are not {use}"
             warnings.warn(said, stacklevel=2)
         self.lengths = np.diff(self.ids.bounds)
 
