@@ -145,9 +145,9 @@ def test_examples_that_lose_an_end_are_counted(bpe: Tokenizer, train: bool) -> N
         return [str(one.message) for one in found]
 
     some: list[dict[str, Any]] = [{"text": "abcdef"[:n], "more": "gh", "label": n % 2} for n in (4, 5, 6)]
-    longer = "texts are longer than data.seq_len"
-    assert told("classify", letters, *some, seq_len=4) == [f"2 of 3 {longer} 4: {beyond}"]
-    assert told("classify", letters, *some, seq_len=7, pair_key="more") == [f"1 of 3 {longer.replace('texts', 'pairs')} 7: {beyond}"]
+    longer = "are longer than data.seq_len"
+    assert told("classify", letters, *some, seq_len=4) == [f"2 of 3 texts {longer} 4: {beyond}"]
+    assert told("classify", letters, *some, seq_len=7, pair_key="more") == [f"1 of 3 pairs {longer} 7: {beyond}"]
     assert told("classify", letters, *some, seq_len=6) == told("lm", letters, *some, seq_len=8, **one) == []
     prompts, begin = "prompts with their responses are longer than data.seq_len", "the beginning of the prompt is not read"
     assert told("lm", letters, *some, seq_len=7, **one) == [f"1 of 3 {prompts} 7: {begin}"]
