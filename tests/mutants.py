@@ -711,6 +711,8 @@ MUTANTS = (
            "test_data_chat.py::test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out", "Failed"),
     Mutant("training-rows-encoded-to-be-judged", "train/prepare.py", "train = None if judged else prepared.loader(", "train = prepared.loader(",
            "test_evaluate.py::test_nothing_is_encoded_to_train_on"),
+    Mutant("labels-unsaid", "train/opening.py", "labels.names is not None and len(labels.names) > 1:", "labels.names is not None and len(labels.names) > 2:",
+           "test_train.py::test_labels_are_said_before_a_run[classify-2-labels: 2: a, b]"),
     Mutant("labels-alike-untold", "data/labels.py", "        tell_alike(records[0].file, key, names)\n", "",
            "test_data_objective.py::test_labels_that_are_likely_to_be_one_are_told", "Failed"),
     Mutant("prompts-too-long-found-late", "cli/generate.py", "if len(ids) >= most:", "if len(ids) >= 2 * most:",

@@ -1152,6 +1152,20 @@ def test_data_in_the_order_of_its_labels_is_told_of(tmp_path: Path, how: str, sa
     assert [line for line in lines if line.startswith("held out")] == [wanted] * said
 
 
+@pytest.mark.parametrize(("objective", "many", "said"), [
+    ("classify", 2, "labels: 2: a, b"), ("classify", 14, "labels: 14: a, b, c, d, e, f, g, h, i, j, k, l, ..."), ("lm", 2, ""),
+])  # fmt: skip
+def test_labels_are_said_before_a_run(tmp_path: Path, objective: str, many: int, said: str) -> None:
+    """Where another column was meant, that is seen at once."""
+    rows = [{"text": f"{n} f of x", "label": "abcdefghijklmn"[n % many]} for n in range(42)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"objective": objective, "tokenizer": "roberta:300", "data.path": str(tmp_path / "data.jsonl")}
+    recipe, device = resolve(recipe_of(tmp_path, **changes), MACHINE)
+    lines = prepare(recipe, MACHINE, device).lines
+    assert [line for line in lines if line.startswith("labels: ")] == [said] * bool(said)
+    assert not said or (lines[1].startswith("data: ") and lines[2] == said)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks transformers for it
 def test_an_adapter_on_a_classifier_says_what_pads(tmp_path: Path) -> None:
     """Of a base that does not: here, merged, and in peft, whose base is told so by the config.json beside the adapter."""

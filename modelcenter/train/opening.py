@@ -20,6 +20,7 @@ from .recipe import Recipe
 from .resolve import divisor, most_of
 from .setup import Setup
 
+LABELS = 12  # that are shown by name
 UNKNOWN = 0.2  # of a text's tokens: with more the vocabulary is another language's, or of other letters
 
 
@@ -49,6 +50,9 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         f"{counted(forwards, 'forward')}: {setup.steps * samples / len(train):.2f} epochs",
         f"sample{where}:\n  {sample}",
     ]
+    if labels.names is not None and len(labels.names) > 1:
+        shown = ", ".join(labels.names[:LABELS]) + ", ..." * (len(labels.names) > LABELS)
+        lines.insert(2, f"labels: {len(labels.names):,}: {shown}")
     if model.adapter is not None:
         layers, how = len(adapted(model)), model.adapter
         coded = f", weights held in {how.quantize}" if how.quantize != "none" else ""
@@ -68,8 +72,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         lines.append(f"schedule: {counted(int(warmup), 'step')} of warm-up in a run of {setup.steps:,}: {so}; "
                      "schedule.warmup_steps=0 for no warm-up")
     if labels.names is not None and labels.learned not in ((), labels.names) and not model.load_report.new:
-        lines.append(f"labels: {', '.join(labels.names)}; the weights have learned {', '.join(labels.learned)}, whose places these "
-                     "take")
+        lines.append(f"labels: the weights have learned {', '.join(labels.learned)}, whose places these take")
     if held is None and (recipe.metrics or recipe.eval_steps):
         asked = ", ".join(recipe.metrics) or f"eval_steps {recipe.eval_steps}"
         lines.append(f"evaluation: none, because there is no data for {asked}; set data.eval_path=FILE or data.eval_fraction=0.05")
