@@ -72,7 +72,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         lines.append(f"schedule: {counted(int(warmup), 'step')} of warm-up in a run of {setup.steps:,}: {so}; "
                      "schedule.warmup_steps=0 for no warm-up")
     if labels.names is not None and labels.learned not in ((), labels.names) and not model.load_report.new:
-        lines.append(f"labels: the weights have learned {', '.join(labels.learned)}, whose places these take")
+        lines.append(f"labels: the weights have learned {', '.join(labels.learned)}, whose places those of the data take")
     if held is None and (recipe.metrics or recipe.eval_steps):
         asked = ", ".join(recipe.metrics) or f"eval_steps {recipe.eval_steps}"
         lines.append(f"evaluation: none, because there is no data for {asked}; set data.eval_path=FILE or data.eval_fraction=0.05")
