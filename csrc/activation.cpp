@@ -176,62 +176,51 @@ void tiles(int64_t rows, int64_t dim, int64_t groups, F f) {
 }  // namespace
 
 MC_KERNEL(activation) {
-    const Array x = call.in("x", FLOATS);
-    const Array bias = call.maybe("bias", FLOATS, Shape{x.shape.last()});
-    const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    const Array y = call.out("y", x.dtype, x.shape);
+    const Forward a(call);
     call.ready();
     void (*loop)(const float*, const float*, float*, int64_t) = nullptr;
-    MC_FOR_LOOP(x.dtype, kind, KIND, FINE, loop = values<KIND, FINE>)
-    const int64_t rows = bias ? x.shape.rows() : 1, dim = bias ? x.shape.last() : x.shape.count();
-    tiles(rows, dim, (rows + ROWS - 1) / ROWS, [&](int64_t row, int64_t last, int64_t column, int64_t n) {
+    MC_FOR_LOOP(a.x.dtype, a.kind, KIND, FINE, loop = values<KIND, FINE>)
+    const int64_t rows = a.bias ? a.x.shape.rows() : 1, width = a.bias ? a.dim : a.x.shape.count();
+    tiles(rows, width, (rows + ROWS - 1) / ROWS, [&](int64_t row, int64_t last, int64_t column, int64_t n) {
         Piece in, out, added;
-        const float* b = bias ? read(bias, column, n, added) : nullptr;
+        const float* bias = a.bias ? read(a.bias, column, n, added) : nullptr;
         for (; row < last; row++) {
-            const int64_t at = row * dim + column;
-            float* made = room(y, at, n, out);
-            loop(read(x, at, n, in), b, made, whole(n));
-            write(y, at, n, made);
+            const int64_t at = row * width + column;
+            float* made = room(a.y, at, n, out);
+            loop(read(a.x, at, n, in), bias, made, whole(n));
+            write(a.y, at, n, made);
         }
     });
 }
 
 MC_KERNEL(activation_backward) {
-    const Array grad = call.in("grad", FLOATS);
-    const Array x = call.in("x", grad.dtype, grad.shape);
-    const int64_t dim = x.shape.last();
-    const Array bias = call.maybe("bias", FLOATS, Shape{dim});
-    const int64_t kind = call.integer("kind", 0, KINDS - 1), parts = call.integer("parts", 1);
-    const Array dx = call.out("dx", x.dtype, x.shape);
-    const Array partial = call.maybe_out("partial", F32, Shape{parts, dim});
-    const Array dbias = call.maybe_out("dbias", FLOATS, Shape{dim});
-    if (partial.given != dbias.given) call.refuse("partial and dbias go together");
+    const Backward a(call, INT64_MAX);
     call.ready();
     void (*loop)(const float*, const float*, const float*, float*, float*, int64_t) = nullptr;
-    MC_FOR_LOOP(x.dtype, kind, KIND, FINE, loop = slopes<KIND, FINE>)
-    const bool flat = !bias && !partial;
-    const int64_t rows = flat ? 1 : x.shape.rows(), width = flat ? x.shape.count() : dim;
-    tiles(rows, width, partial ? parts : (rows + ROWS - 1) / ROWS, [&](int64_t row, int64_t last, int64_t column, int64_t n) {
+    MC_FOR_LOOP(a.x.dtype, a.kind, KIND, FINE, loop = slopes<KIND, FINE>)
+    const bool flat = !a.bias && !a.partial;
+    const int64_t rows = flat ? 1 : a.x.shape.rows(), width = flat ? a.x.shape.count() : a.dim;
+    const int64_t height = (rows - 1) / a.parts + 1;  // of a part; `parts` may be any number where there is no sum
+    tiles(rows, width, a.partial ? a.parts : (rows + ROWS - 1) / ROWS, [&](int64_t row, int64_t last, int64_t column, int64_t n) {
         Piece in, given, out, added, sums;
-        const float* b = bias ? read(bias, column, n, added) : nullptr;
-        const int64_t part = partial ? row / ((rows + parts - 1) / parts) : 0;
-        if (partial) memset(sums, 0, sizeof sums);
+        const float* bias = a.bias ? read(a.bias, column, n, added) : nullptr;
+        float* const to = a.partial ? a.partial.as<float>() + row / height * a.dim + column : nullptr;
+        if (to) memset(sums, 0, sizeof sums);
         for (; row < last; row++) {
             const int64_t at = row * width + column;
-            float* made = room(dx, at, n, out);
-            loop(read(grad, at, n, given), read(x, at, n, in), b, made, partial ? sums : nullptr, whole(n));
-            write(dx, at, n, made);
+            float* made = room(a.dx, at, n, out);
+            loop(read(a.grad, at, n, given), read(a.x, at, n, in), bias, made, to ? sums : nullptr, whole(n));
+            write(a.dx, at, n, made);
         }
-        if (partial) memcpy(partial.as<float>() + part * dim + column, sums, n * sizeof(float));
+        if (to) memcpy(to, sums, n * sizeof(float));
     });
-    if (!partial) return;
-    const int64_t height = (rows + parts - 1) / parts;
-    tiles(1, dim, 1, [&](int64_t, int64_t, int64_t column, int64_t n) {
+    if (!a.partial) return;
+    tiles(1, a.dim, 1, [&](int64_t, int64_t, int64_t column, int64_t n) {
         Piece in, total, rest;
         memset(total, 0, sizeof total), memset(rest, 0, sizeof rest);
         const auto at = [&](int64_t i) { return Total{load(total + i), load(rest + i)}; };
         for (int64_t part = 0; part * height < rows; part++) {
-            const float* sums = read(partial, part * dim + column, n, in);
+            const float* sums = read(a.partial, part * a.dim + column, n, in);
             for (int64_t i = 0; i < whole(n); i += LANES) {
                 Total sum = at(i);
                 sum.add(load(sums + i));
@@ -239,31 +228,25 @@ MC_KERNEL(activation_backward) {
             }
         }
         for (int64_t i = 0; i < whole(n); i += LANES) store(total + i, at(i).whole());
-        MC_FOR_FLOAT(dbias.dtype, T, narrow(dbias.as<T>() + column, total, n))
+        MC_FOR_FLOAT(a.dbias.dtype, T, narrow(a.dbias.as<T>() + column, total, n))
     });
 }
 
 MC_KERNEL(gated) {
-    const Array gate = call.in("gate", FLOATS);
-    const Array up = call.in("up", gate.dtype, gate.shape);
-    const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    const Array seed = call.maybe("seed", I64, Shape{1});
-    const Rate rate(call.real("p"));
-    const Array y = call.out("y", gate.dtype, gate.shape);
-    call.ready();
+    const Gated z(call);
     void (*loop)(const float*, const float*, float*, int64_t) = nullptr;
-    MC_FOR_LOOP(gate.dtype, kind, KIND, FINE, loop = gated_values<KIND, FINE>)
-    tiles(1, gate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
+    MC_FOR_LOOP(z.gate.dtype, z.kind, KIND, FINE, loop = gated_values<KIND, FINE>)
+    tiles(1, z.gate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {
         Piece a, b, out;
-        float* made = room(y, at, n, out);
-        loop(read(gate, at, n, a), read(up, at, n, b), made, whole(n));
-        if (seed) drop(made, made, at, whole(n), seed, rate);
-        write(y, at, n, made);
+        float* made = room(z.y, at, n, out);
+        loop(read(z.gate, at, n, a), read(z.up, at, n, b), made, whole(n));
+        if (z.seed) drop(made, made, at, whole(n), z.seed, z.rate);
+        write(z.y, at, n, made);
     });
 }
 
 MC_KERNEL(gated_backward) {
-    const Slopes z(call);
+    const GatedBackward z(call);
     void (*loop)(const float*, const float*, const float*, float*, float*, float*, int64_t) = nullptr;
     MC_FOR_LOOP(z.dgate.dtype, z.kind, KIND, FINE, loop = gated_slopes<KIND, FINE>)
     tiles(1, z.dgate.shape.count(), 1, [&](int64_t, int64_t, int64_t at, int64_t n) {

@@ -365,81 +365,67 @@ unsigned blocks_for(int64_t count, int64_t each) { return static_cast<unsigned>(
 
 Bias bias_of(const Array& bias, int64_t dim) { return {bias.data, bias && bias.dtype == F32, dim % 8 == 0 && bias.aligned()}; }
 
+void check(Call& call, const Array& x, const Array& bias) {
+    if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
+    call.ready();
+    check_present(call, x.dtype);
+}
+
 }  // namespace
 
 MC_KERNEL(activation) {
-    const Array x = call.in("x", FLOATS);
-    const int64_t count = x.shape.count(), dim = x.shape.last();
-    const Array bias = call.maybe("bias", FLOATS, Shape{dim});
-    const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    const Array y = call.out("y", x.dtype, x.shape);
-    if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
-    call.ready();
-    check_present(call, x.dtype);
+    const Forward a(call);
+    check(call, a.x, a.bias);
+    const int64_t count = a.x.shape.count();
     if (!count) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const unsigned blocks = blocks_for(count, THREADS * (x.dtype == F32 ? 8 : 16));
-    MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
-        forward<KIND, T><<<blocks, THREADS, 0, stream>>>(x.as<T>(), bias_of(bias, dim), y.as<T>(), count, dim)))
+    const unsigned blocks = blocks_for(count, THREADS * (a.x.dtype == F32 ? 8 : 16));
+    MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_KIND(a.kind, KIND,
+        forward<KIND, T><<<blocks, THREADS, 0, stream>>>(a.x.as<T>(), bias_of(a.bias, a.dim), a.y.as<T>(), count, a.dim)))
 }
 
 MC_KERNEL(activation_backward) {
-    const Array grad = call.in("grad", FLOATS);
-    const Array x = call.in("x", grad.dtype, grad.shape);
-    const int64_t count = x.shape.count(), dim = x.shape.last();
-    const Array bias = call.maybe("bias", FLOATS, Shape{dim});
-    const int64_t kind = call.integer("kind", 0, KINDS - 1), parts = call.integer("parts", 1, 1 << 16);
-    const Array dx = call.out("dx", x.dtype, x.shape);
-    const Array partial = call.maybe_out("partial", F32, Shape{parts, dim});
-    const Array dbias = call.maybe_out("dbias", FLOATS, Shape{dim});
-    if (partial.given != dbias.given) call.refuse("partial and dbias go together");
-    if (bias && bias.dtype != x.dtype && bias.dtype != F32) call.refuse("bias: another dtype than x, and not float32");
-    call.ready();
-    check_present(call, x.dtype);
+    const Backward a(call, 1 << 16);
+    check(call, a.x, a.bias);
+    const int64_t count = a.x.shape.count(), dim = a.dim;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    if (!partial) {
+    if (!a.partial) {
         if (!count) return;
         const unsigned blocks = blocks_for(count, THREADS * 8);
-        MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND,
+        MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_KIND(a.kind, KIND,
             backward<KIND, T><<<blocks, THREADS, 0, stream>>>(
-                grad.as<T>(), x.as<T>(), bias_of(bias, dim), dx.as<T>(), count, dim)))
+                a.grad.as<T>(), a.x.as<T>(), bias_of(a.bias, dim), a.dx.as<T>(), count, dim)))
         return;
     }
     if (!dim) return;
-    const int64_t rows = count / dim, height = rows ? (rows + parts - 1) / parts : 1;
+    const int64_t rows = count / dim, height = rows ? (rows + a.parts - 1) / a.parts : 1;
     const int64_t used = rows ? (rows + height - 1) / height : 0;  // parts that have rows
-    const bool vector = grad.aligned() && x.aligned() && dx.aligned() && dim % 8 == 0;
+    const bool vector = a.grad.aligned() && a.x.aligned() && a.dx.aligned() && dim % 8 == 0;
     if (used) {
         const unsigned strips = blocks_for(dim, STRIP);
         const auto blocks = static_cast<unsigned>(used * strips);
-        MC_FOR_FLOAT(x.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(vector, VECTOR,
+        MC_FOR_FLOAT(a.x.dtype, T, MC_FOR_KIND(a.kind, KIND, MC_FOR_BOOL(vector, VECTOR,
             backward_sums<KIND, T, VECTOR><<<blocks, dim3(ACROSS, DOWN), 0, stream>>>(
-                grad.as<T>(), x.as<T>(), bias_of(bias, dim), dx.as<T>(), partial.as<float>(), rows, dim, height, strips))))
+                a.grad.as<T>(), a.x.as<T>(), bias_of(a.bias, dim), a.dx.as<T>(), a.partial.as<float>(), rows, dim, height, strips))))
     }
-    MC_FOR_FLOAT(dbias.dtype, B, add_parts<B><<<blocks_for(dim, 32), dim3(32, 8), 0, stream>>>(
-        partial.as<float>(), dbias.as<B>(), used, dim))
+    MC_FOR_FLOAT(a.dbias.dtype, B, add_parts<B><<<blocks_for(dim, 32), dim3(32, 8), 0, stream>>>(
+        a.partial.as<float>(), a.dbias.as<B>(), used, dim))
 }
 
 MC_KERNEL(gated) {
-    const Array gate = call.in("gate", FLOATS);
-    const Array up = call.in("up", gate.dtype, gate.shape);
-    const int64_t kind = call.integer("kind", 0, KINDS - 1);
-    const Array seed = call.maybe("seed", I64, Shape{1});
-    const Rate rate(call.real("p"));
-    const Array y = call.out("y", gate.dtype, gate.shape);
-    call.ready();
-    check_present(call, gate.dtype);
-    const int64_t count = gate.shape.count();
+    const Gated z(call);
+    check_present(call, z.gate.dtype);
+    const int64_t count = z.gate.shape.count();
     if (!count) return;
     const unsigned blocks = blocks_for(count, THREADS * 8);
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    MC_FOR_FLOAT(gate.dtype, T, MC_FOR_KIND(kind, KIND, MC_FOR_BOOL(static_cast<bool>(seed), DROPS,
+    MC_FOR_FLOAT(z.gate.dtype, T, MC_FOR_KIND(z.kind, KIND, MC_FOR_BOOL(static_cast<bool>(z.seed), DROPS,
         gated_forward<KIND, T, DROPS><<<blocks, THREADS, 0, stream>>>(
-            gate.as<T>(), up.as<T>(), y.as<T>(), count, Drop<DROPS>{seed.as<int64_t>(), rate}))))
+            z.gate.as<T>(), z.up.as<T>(), z.y.as<T>(), count, Drop<DROPS>{z.seed.as<int64_t>(), z.rate}))))
 }
 
 MC_KERNEL(gated_backward) {
-    const Slopes z(call);
+    const GatedBackward z(call);
     if (z.in_place && !(z.grad.aligned() && z.gate.aligned() && z.up.aligned()))
         call.refuse("dgate: not aligned, and read where it is written");
     check_present(call, z.dgate.dtype);

@@ -1,4 +1,4 @@
-// The activations, written once: a number V is 16 floats on the CPU and one on the GPU. `decay`,
+// The activations, written once, and what their kernels are given: a number V is 16 floats on the CPU and one on the GPU. `decay`,
 // `halving`, `inverse`, `least`, `most` and `magnitude` are the device's own.
 //
 // With a = |x| each is max(x, 0) - a * small: gelu's small is Phi(-a); that of its tanh approximation and of silu is 1 / (1 + e^L), L being
@@ -93,15 +93,58 @@ MC_MATH V activate(V x) {
     return activate<KIND, FINE, false>(x, none);
 }
 
-// What `gated_backward` is given, in the order in which Python gives it: dgate and dup are written, and y if it is given. What is not
-// given of the rest stands where a result goes: gate in dgate, up in dup, grad in y.
-struct Slopes {
+// ---- arguments, read in the order in which Python gives them
+
+struct Forward {
+    Array x, bias, y;
+    int64_t dim, kind;
+
+    explicit Forward(Call& call) {
+        x = call.in("x", FLOATS), dim = x.shape.last();
+        bias = call.maybe("bias", FLOATS, Shape{dim});
+        kind = call.integer("kind", 0, KINDS - 1);
+        y = call.out("y", x.dtype, x.shape);
+    }
+};
+
+// `partial` is room for the sums of `parts` runs of rows, of which there may be `most`.
+struct Backward {
+    Array grad, x, bias, dx, partial, dbias;
+    int64_t dim, kind, parts;
+
+    Backward(Call& call, int64_t most) {
+        grad = call.in("grad", FLOATS), x = call.in("x", grad.dtype, grad.shape), dim = x.shape.last();
+        bias = call.maybe("bias", FLOATS, Shape{dim});
+        kind = call.integer("kind", 0, KINDS - 1), parts = call.integer("parts", 1, most);
+        dx = call.out("dx", x.dtype, x.shape);
+        partial = call.maybe_out("partial", F32, Shape{parts, dim}), dbias = call.maybe_out("dbias", FLOATS, Shape{dim});
+        if (partial.given != dbias.given) call.refuse("partial and dbias go together");
+    }
+};
+
+struct Gated {
+    Array gate, up, seed, y;
+    int64_t kind;
+    Rate rate;
+
+    explicit Gated(Call& call) {
+        gate = call.in("gate", FLOATS), up = call.in("up", gate.dtype, gate.shape);
+        kind = call.integer("kind", 0, KINDS - 1);
+        seed = call.maybe("seed", I64, Shape{1}), rate = Rate(call.real("p"));
+        y = call.out("y", gate.dtype, gate.shape);
+        call.ready();
+    }
+};
+
+// dgate and dup are written, and y if it is given. What is not given of the rest stands where a result goes: gate in dgate, up in dup,
+// grad in y.
+struct GatedBackward {
     Array dgate, dup, y, grad, gate, up, seed;
     int64_t kind;
     Rate rate;
     bool in_place;
 
-    explicit Slopes(Call& call) {
+    explicit GatedBackward(Call& call) {
         dgate = call.inout("dgate", FLOATS), dup = call.inout("dup", dgate.dtype, dgate.shape);
         y = call.maybe_out("y", dgate.dtype, dgate.shape), grad = call.maybe("grad", dgate.dtype, dgate.shape);
         gate = call.maybe("gate", dgate.dtype, dgate.shape), up = call.maybe("up", dgate.dtype, dgate.shape);

@@ -216,12 +216,9 @@ MC_KERNEL(adamw_squares) {
 }
 
 MC_KERNEL(adamw_clip) {
-    const Array clip = call.out("clip", F32, Shape{2});
-    const Array totals = call.in("totals", F64);
-    const Array scale = call.maybe("scale", F32, Shape{1});
-    const double most = call.real("max_norm");
+    const ClipArguments a(call);
     call.ready();
-    verdict(clip.as<float>(), totals.as<double>(), totals.shape.count(), scale.as<float>(), static_cast<float>(most));
+    verdict(a.clip.as<float>(), a.totals.as<double>(), a.totals.shape.count(), a.scale.as<float>(), a.max_norm);
 }
 
 MC_KERNEL(adamw) {

@@ -401,13 +401,10 @@ MC_KERNEL(adamw_squares) {
 }
 
 MC_KERNEL(adamw_clip) {
-    const Array clip = call.out("clip", F32, Shape{2});
-    const Array totals = call.in("totals", F64);
-    const Array scale = call.maybe("scale", F32, Shape{1});
-    const double most = call.real("max_norm");
+    const ClipArguments a(call);
     call.ready();
-    judge<<<1, 1, 0, static_cast<cudaStream_t>(call.stream)>>>(clip.as<float>(), totals.as<double>(), totals.shape.count(),
-                                                               scale.as<float>(), static_cast<float>(most));
+    judge<<<1, 1, 0, static_cast<cudaStream_t>(call.stream)>>>(a.clip.as<float>(), a.totals.as<double>(), a.totals.shape.count(),
+                                                               a.scale.as<float>(), a.max_norm);
 }
 
 MC_KERNEL(adamw) {

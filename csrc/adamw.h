@@ -112,6 +112,17 @@ struct SquaresArguments {
     }
 };
 
+// The arguments of `adamw_clip`, which are those of `verdict`.
+struct ClipArguments {
+    Array clip, totals, scale;
+    float max_norm;
+
+    explicit ClipArguments(Call& call) {
+        clip = call.out("clip", F32, Shape{2}), totals = call.in("totals", F64);
+        scale = call.maybe("scale", F32, Shape{1}), max_norm = static_cast<float>(call.real("max_norm"));
+    }
+};
+
 // One more step of an item: all that depends on the step. SplitMix64 (Steele et al., 2014) makes a key of seed, number and step.
 MC_BOTH void tick(Item& item, const Numbers& c, int64_t index) {
     *item.step += 1.0f;

@@ -211,22 +211,14 @@ void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
 // e^x where x is not above 0 by more than rounding: to 1 unit in the last place, and 0 below -87, where results would be subnormal: a
 // product of such takes a hundred times as long
 MC_INLINE vf below(vf x) {
-    const vf shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
-    vf r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + (r + 1.0f);
+    const Exponent e(x);
+    const vf p = e.p * (e.r * e.r) + (e.r + 1.0f);
 #if defined(__AVX512F__)
     const __mmask16 there = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
-    return reinterpret_cast<vf>(_mm512_maskz_scalef_ps(there, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+    return reinterpret_cast<vf>(_mm512_maskz_scalef_ps(there, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(e.n)));
 #else
-    p = p * bits_to_float((float_to_bits(shifted) - (0x4B400000u - 127u)) << 23);
-    return choose<pf>(x, vf{}, p, [](pf x) { return x < -87.0f; });
+    const vf scaled = p * bits_to_float((float_to_bits(e.shifted) - (0x4B400000u - 127u)) << 23);
+    return choose<pf>(x, vf{}, scaled, [](pf x) { return x < -87.0f; });
 #endif
 }
 

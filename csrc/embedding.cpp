@@ -1,11 +1,17 @@
 // Rows of a table by number, and the gradient of the table: every row is written once, as the sum of what its tokens bring, in the
 // order of the tokens and in fp32, or as zero. So threads, which share out the rows of the table, change nothing.
+#include "embedding.h"
 #include "simd.h"
 
 namespace {
 
 constexpr int64_t GRAIN = 1 << 15;  // elements a thread is worth waking for
 constexpr int64_t PIECE = 512;      // columns at a time
+
+void check(Call& call, int64_t id, int64_t vocab) {
+    if (id < 0 || id >= vocab)
+        call.refuse("id %lld; the table has %lld rows", static_cast<long long>(id), static_cast<long long>(vocab));
+}
 
 template <class T>
 void rows_of(const T* grad, T* dtable, const int64_t* start, const int64_t* order, int64_t row, int64_t dim) {
@@ -33,19 +39,12 @@ void rows_of(const T* grad, T* dtable, const int64_t* start, const int64_t* orde
 }  // namespace
 
 MC_KERNEL(embedding) {
-    const Array ids = call.in("ids", I64);
-    const Array table = call.in("table", FLOATS);
-    if (table.shape.rank != 2) call.refuse("table: %d dimensions; wanted 2", table.shape.rank);
-    const int64_t n = ids.shape.count(), vocab = table.shape.at[0], dim = table.shape.at[1];
-    const Array out = call.out("out", table.dtype, Shape{n, dim});
-    call.ready();
-    const int64_t* at = ids.as<int64_t>();
-    for (int64_t i = 0; i < n; i++)
-        if (at[i] < 0 || at[i] >= vocab)
-            call.refuse("id %lld; the table has %lld rows", static_cast<long long>(at[i]), static_cast<long long>(vocab));
-    const int64_t bytes = dim * (table.dtype == F32 ? 4 : 2);
-    mc::parallel(n, GRAIN / (dim + 1) + 1, [=](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) memcpy(out.as<char>() + i * bytes, table.as<char>() + at[i] * bytes, bytes);
+    const Embedding a(call);
+    const int64_t* at = a.ids.as<int64_t>();
+    for (int64_t i = 0; i < a.n; i++) check(call, at[i], a.vocab);
+    char *const out = a.out.as<char>(), *const table = a.table.as<char>();
+    mc::parallel(a.n, GRAIN / (a.dim + 1) + 1, [=, bytes = a.bytes](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) memcpy(out + i * bytes, table + at[i] * bytes, bytes);
     });
 }
 
@@ -64,8 +63,7 @@ MC_KERNEL(embedding_backward) {
     int64_t *from = start.as<int64_t>(), *sorted = order.as<int64_t>();
     memset(from, 0, (vocab + 1) * sizeof(int64_t));
     for (int64_t i = 0; i < n; i++) {
-        if (at[i] < 0 || at[i] >= vocab)
-            call.refuse("id %lld; the table has %lld rows", static_cast<long long>(at[i]), static_cast<long long>(vocab));
+        check(call, at[i], vocab);
         from[at[i]]++;
     }
     if (pad >= 0 && pad < vocab) from[pad] = 0;

@@ -5,6 +5,7 @@
 // rows of fp32 a block: the row it began with, the row it ends with). A second kernel adds those, in a fixed order, and writes zero
 // where no token is; a third has the rows of frequent words.
 #include "cuda.h"
+#include "embedding.h"
 #include "ptx.h"
 
 namespace {
@@ -188,25 +189,20 @@ const dim3 WARPS(32, TEAM);
 }  // namespace
 
 MC_KERNEL(embedding) {
-    const Array ids = call.in("ids", I64);
-    const Array table = call.in("table", FLOATS);
-    if (table.shape.rank != 2) call.refuse("table: %d dimensions; wanted 2", table.shape.rank);
-    const int64_t n = ids.shape.count(), vocab = table.shape.at[0], dim = table.shape.at[1];
-    const Array out = call.out("out", table.dtype, Shape{n, dim});
-    call.ready();
-    check_present(call, table.dtype);
-    if (!n || !dim) return;
+    const Embedding a(call);
+    check_present(call, a.table.dtype);
+    if (!a.n || !a.dim) return;
     const auto stream = static_cast<cudaStream_t>(call.stream);
-    const int64_t width = dim * (table.dtype == F32 ? 4 : 2) / 16, packs = n * width;
-    if (table.aligned() && out.aligned() && dim % 8 == 0 && width < INT32_MAX) {
-        const uint32_t nan = table.dtype == F32 ? 0x7FC00000u : table.dtype == BF16 ? 0x7FC07FC0u : 0x7E007E00u;
+    const int64_t width = a.bytes / 16, packs = a.n * width;
+    if (a.table.aligned() && a.out.aligned() && a.dim % 8 == 0 && width < INT32_MAX) {
+        const uint32_t nan = a.table.dtype == F32 ? 0x7FC00000u : a.table.dtype == BF16 ? 0x7FC07FC0u : 0x7E007E00u;
         gather_packs<<<static_cast<unsigned>((packs + PACKS - 1) / PACKS), SIDE_BY_SIDE, 0, stream>>>(
-            ids.as<int64_t>(), table.as<uint4>(), out.as<uint4>(), packs, vocab, width, nan);
+            a.ids.as<int64_t>(), a.table.as<uint4>(), a.out.as<uint4>(), packs, a.vocab, width, nan);
         return;
     }
-    const auto blocks = static_cast<unsigned>((n + TEAM - 1) / TEAM);
-    MC_FOR_FLOAT(table.dtype, T,
-        gather<T><<<blocks, WARPS, 0, stream>>>(ids.as<int64_t>(), table.as<T>(), out.as<T>(), n, vocab, dim))
+    const auto blocks = static_cast<unsigned>((a.n + TEAM - 1) / TEAM);
+    MC_FOR_FLOAT(a.table.dtype, T,
+        gather<T><<<blocks, WARPS, 0, stream>>>(a.ids.as<int64_t>(), a.table.as<T>(), a.out.as<T>(), a.n, a.vocab, a.dim))
 }
 
 MC_KERNEL(embedding_backward) {

@@ -419,21 +419,26 @@ struct Total {
     }
 };
 
-// e^x to 1 unit in the last place between -87.3 and 88.7; 0 below, inf above (Cephes' reduction and a polynomial of degree 6)
+// e^x = 2^n e^r, and e^r = 1 + r + r^2 p to 1 unit in the last place (Cephes' reduction and a polynomial of degree 6)
+struct Exponent {
+    vf shifted, n, r, p;  // shifted: n plus 1.5 * 2^23, which rounds to an integer in the low bits
+    explicit MC_INLINE Exponent(vf x) {
+        shifted = x * 1.44269504088896341f + 12582912.0f, n = shifted - 12582912.0f;
+        r = x - n * 0.693359375f;
+        r = r + n * 2.12194440e-4f;
+        p = all(1.9875691500e-4f);
+        p = p * r + 1.3981999507e-3f;
+        p = p * r + 8.3334519073e-3f;
+        p = p * r + 4.1665795894e-2f;
+        p = p * r + 1.6666665459e-1f;
+        p = p * r + 5.0000001201e-1f;
+    }
+};
+// e^x to 1 unit in the last place between -87.3 and 88.7; 0 below, inf above
 MC_INLINE vf vexp(vf x) {
-    const vf clamped = vmin(vmax(x, all(-87.5f)), all(88.8f));
-    const vf shifted = clamped * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
-    const vf n = shifted - 12582912.0f;
-    vf r = clamped - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    vf p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const vi whole = as<vi>(float_to_bits(shifted) - 0x4B400000u);  // n as an integer
+    const Exponent e(vmin(vmax(x, all(-87.5f)), all(88.8f)));
+    vf p = e.p * e.r * e.r + e.r + 1.0f;
+    const vi whole = as<vi>(float_to_bits(e.shifted) - 0x4B400000u);  // n as an integer
     const vi low = whole >> 1, high = whole - low;                  // in two steps: 2^128 is no float
     p = p * as<vf>((low + 127) << 23) * as<vf>((high + 127) << 23);
     return unless_nan(x, p);
