@@ -25,6 +25,7 @@ OLD = {  # keys of former days, of other families, and second names
     "position_embedding_type": "relative_key", "pruned_heads": {"0": [1]}, "partial_rotary_factor": 0.5, "sliding_window": 4,
     "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout": 0.45, "classifier_dropout": 0.45, "rope_theta": 77.0,
     "rope_scaling": {"type": "linear", "factor": 3.0}, "num_labels": 5,
+    "is_causal": (True, False),  # each; their masks follow it, though no config declares it
 }  # fmt: skip
 WORDS = {"relu": "gelu", "gated-gelu": "relu"}
 
@@ -44,7 +45,7 @@ def others(value: Any) -> Iterator[Any]:
 def changes(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in known.items():
         yield from ((key, other) for other in others(value) if key not in APART)
-    yield from OLD.items()
+    yield from ((key, one) for key, value in OLD.items() for one in (value if isinstance(value, tuple) else (value,)))
 
 
 def output(model: torch.nn.Module, args: dict[str, Any]) -> torch.Tensor:
@@ -92,3 +93,13 @@ def test_what_a_key_changes_it_changes_here_or_is_refused(case: Case, tmp_path: 
         assert worst < 1e-6 * wanted.std(), f"{key}={value} makes another function there, and not here: {worst}"
         changed |= {key} if not torch.equal(wanted, plain) else set()
     assert len(changed) >= 2, f"the walk changes nothing but {changed}"
+
+
+@pytest.mark.parametrize("kind, asked", [("gpt2", False), ("llama", False), ("bloom", False), ("bert", True), ("t5", True),
+                                         ("t5", False), ("mt5", True)])  # fmt: skip
+def test_another_direction_is_refused_and_none_is_written(kind: str, asked: bool) -> None:
+    """Their scaled-dot-product attention, unlike the eager one of the walk, follows `true` in encoders, too."""
+    config = families()[kind].Config
+    with pytest.raises(InputError, match=rf"^config\.json: is_causal: {asked}; a file without it"):
+        config.from_dict({"is_causal": asked}, "config.json")
+    assert "is_causal" not in config().to_dict()

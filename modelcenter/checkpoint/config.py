@@ -78,11 +78,13 @@ def token(name: str, field: str) -> dict[str, Key]:
 @dataclass(frozen=True)
 class Table:
     """A family's config.json: `keys` maps each key to a field (`new|old` where it has had two names), `fixed` holds the only
-    values of other keys under which this family computes what transformers would (absent is fine)."""
+    values of other keys under which this family computes what transformers would (absent is fine), and `refused` those of keys that
+    no config declares, and so none is written with, under which it does not."""
 
     model_type: str
     keys: Mapping[str, str | Key]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,9 @@ def read(cls: type[C], values: Mapping[str, Any], file: Any) -> C:
     for name, wanted in cls.hf.fixed.items():
         if name in values and values[name] != wanted:
             refuse(file, name, repr(values[name]), f"only {wanted!r} is implemented here")
+    for name, others in cls.hf.refused.items():
+        if values.get(name) in others:
+            refuse(file, name, repr(values[name]), "a file without it: what it asks of transformers is not implemented here")
     check_common(values, file)
     out: dict[str, Any] = {"file": dict(values), "labels": read_labels(values, file)}
     hints = get_type_hints(cls)

@@ -51,6 +51,7 @@ class BERTConfig(Config):
         },
         fixed={"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True,
                "position_embedding_type": "absolute"},
+        refused={"is_causal": (True,)},
     )  # fmt: skip
 
     def verify(self) -> None:

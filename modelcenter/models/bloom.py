@@ -38,6 +38,7 @@ class BLOOMConfig(Config):
             "attention_dropout": "attn_dropout", "classifier_dropout": "head_dropout", "tie_word_embeddings": "tie",
         },
         fixed={"apply_residual_connection_post_layernorm": False},
+        refused={"is_causal": (False,)},
     )  # fmt: skip
 
     def verify(self) -> None:

@@ -49,6 +49,7 @@ class GPTConfig(Config):
             "classifier_dropout|hidden_dropout": "head_dropout", "tie_word_embeddings": "tie",
         },
         fixed={"add_cross_attention": False},
+        refused={"is_causal": (False,)},
     )  # fmt: skip
 
     def verify(self) -> None:

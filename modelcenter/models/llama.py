@@ -63,7 +63,7 @@ class LLaMAConfig(Config):
         **choice("hidden_act", "act", GATES), **rope_keys("rope", positions=2048), "attention_bias": "attn_bias",
         "mlp_bias": "ffn_bias", "attention_dropout": "attn_dropout",
         "classifier_dropout|hidden_dropout": "head_dropout", "tie_word_embeddings": "tie",
-    })  # fmt: skip
+    }, refused={"is_causal": (False,)})  # fmt: skip
 
     def verify(self) -> None:
         self.divisible("dim", "heads")

@@ -1,10 +1,9 @@
 """mT5: T5 v1.1 over 101 languages and a vocabulary of 250 thousand; its head is never scaled. Xue et al., 2020."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from .. import ops
-from ..checkpoint.config import Table
 from ..model import Preset, Task, register
 from ..ops import Op
 from .t5 import T5, T5Config
@@ -20,7 +19,7 @@ class MT5Config(T5Config):
     tie: bool = False
     scale: ClassVar[bool] = False  # type: ignore[misc]  # no choice here
 
-    hf = Table("mt5", {k: v for k, v in T5Config.hf.keys.items() if k != "scale_decoder_outputs"}, T5Config.hf.fixed)
+    hf = replace(T5Config.hf, model_type="mt5", keys={k: v for k, v in T5Config.hf.keys.items() if k != "scale_decoder_outputs"})
 
 
 @register

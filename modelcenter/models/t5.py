@@ -63,6 +63,7 @@ class T5Config(Config):
             TIE: Key("tie", lambda v, c: True, lambda v: {TIE: v}, always=True),
         },
         fixed={"is_decoder": False},
+        refused={"is_causal": (True, False)},  # of the encoder and of the decoder
     )  # fmt: skip
 
     def verify(self) -> None:
