@@ -512,7 +512,7 @@ def test_a_machine_is_no_part_of_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("machine: {fsdp: 2}\n")
     (tmp_path / "own.yaml").write_text("model: gpt2\nzero: 2\n")
     mine, own = tmp_path / "mine.yaml", tmp_path / "own.yaml"
-    wanted = r"no part of a recipe; --machine M, machine\.KEY=VALUE, or mc\.train\(recipe, machine\)$"
+    wanted = r"no part of a recipe; --machine M, machine\.KEY=VALUE, or mc\.train\(recipe, machine=mc\.Machine\(KEY=VALUE\)\)$"
     for name, over, found in (("finetune", {"machine.fsdp": 2}, "machine"), (mine, {}, f"{mine}: machine"),
                               ("finetune", {"fsdp": 2}, "fsdp"), (own, {}, f"{own}: zero")):  # fmt: skip
         with pytest.raises(InputError, match=rf"{found}: {wanted}"):

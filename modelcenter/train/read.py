@@ -135,7 +135,7 @@ def settle(
     ours = _ours(tree, {}, file)
     given = _ours(over, ours, where)
     if place := next((key for key in {**ours, **given} if key in PLACES), None):
-        wanted = "--machine M, machine.KEY=VALUE, or mc.train(recipe, machine)"
+        wanted = "--machine M, machine.KEY=VALUE, or mc.train(recipe, machine=mc.Machine(KEY=VALUE))"
         refuse(file if place in ours else where, place, "no part of a recipe", wanted)
     data, fixed = given.get("data"), file is not None and Path(file).parent == Path(str(packaged()))
     if isinstance(data, dict) and isinstance(ours.get("data"), dict):
