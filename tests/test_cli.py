@@ -1,11 +1,13 @@
 """The command line from outside: status, streams, what is left behind, and that it answers at once."""
 
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +79,10 @@ REFUSED = [  # the command, how its one line goes on
     (("generate", "m", "p", "num_beams=3", "num_beam_groups=2"), "command line: num_beam_groups: 2 for 3 beams; "),
     (("generate", "m", "p", "out=good.jsonl"), "good.jsonl: exists; a new file, or this one moved away"),
     (("generate", "m", "p", "out=o.csv"), "command line: out: o.csv; a name that ends in .jsonl, the format that is written"),
-    (("generate", "m", "prompts=absent.txt"), "absent.txt: No such file or directory; "),
-    (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; a number at least 1e-06"),
+    (("generate", "m", "prompts=absent.txt"), "absent.txt: prompts: no such file, seen from "),
+    (("generate", "m", "p", "temperature=0"), "command line: temperature: 0; do_sample=false without a temperature, for the "),
+    (("generate", "m", "p", "--temperature", "0.0"), "command line: temperature: 0.0; do_sample=false without a temperature"),
+    (("generate", "m", "p", "temperature=-1"), "command line: temperature: -1; a number at least 1e-06"),
     (("generate", "m", "p", "top_p=1.5"), "command line: top_p: 1.5; a number above 0 and at most 1"),
     (("generate", "m", "p", "--max-new-tokens", "0"), "command line: max_new_tokens: 0; an integer at least 1"),
     (("train",), "command line: RECIPE: missing; modelcenter list recipes has them"),
@@ -565,6 +569,22 @@ def test_a_line_of_a_file_is_one_prompt(here: Path) -> None:
     assert [record.fields["q"] for record in read_prompts("p.txt", "q")] == ["the\u2028cat", "a\x0cmat\x85"]
 
 
+def test_prompts_come_through_a_pipe(here: Path) -> None:
+    os.mkfifo("pipe")
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit((here / "pipe").write_text, "the cat\n\nsat\n")
+        found = [(record.fields["q"], record.place()) for record in read_prompts("pipe", "q")]
+    assert found == [("the cat", "line 1"), ("sat", "line 3")]
+
+
+def test_a_model_that_writes_nothing_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"layers": 1, "dim": 16, "heads": 2, "hidden": 32, "vocab": 300}
+    mc.build("bert-base-uncased", config=sizes, task="classify", num_labels=2).save_pretrained("judge")
+    train_tokenizer(["some text"], 300, "roberta").save("judge")
+    assert main(["generate", "judge", "some"]) == 2
+    assert "judge: generate: a model with the task 'classify'; one that predicts the next token; " in capsys.readouterr().err
+
+
 def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One small run through every verb that does work; the numbers of one verb agree with those of another."""
     (here / "a.txt").write_text("the cat sat on the mat. " * 60)
@@ -605,9 +625,12 @@ def test_train_evaluate_generate_convert(here: Path, capsys: pytest.CaptureFixtu
     assert main(["generate", "copy", "the cat", "--do-sample", "seed=1", "max_new_tokens=8", "--stream"]) == 0
     assert capsys.readouterr().out == said[0]["text"] + "\n"
     (here / "p.txt").write_text("the cat\r\n\r\na mat. the cat\r\nthe\r\n", encoding="utf-8-sig")  # as Windows writes it
+    (here / "z.txt.gz").write_bytes(gzip.compress((here / "p.txt").read_bytes()))
+    (here / "mac.txt").write_bytes(b"the cat\ra mat. the cat\r\rthe")
     (here / "p.jsonl").write_text('{"q": "the cat"}\n{"q": "a mat. the cat"}\n{"q": "the"}\n')
     beams = ["num_beams=3", "num_return_sequences=2", "max_new_tokens=4", "stop_strings=zz"]
-    for prompts in (["prompts=p.txt"], ["prompts=p.jsonl", "prompt_key=q", "batch=2", "out=o.jsonl"]):
+    for prompts in (["prompts=p.txt"], ["prompts=z.txt.gz"], ["prompts=mac.txt"],
+                    ["prompts=p.jsonl", "prompt_key=q", "batch=2", "out=o.jsonl"]):
         assert main(["generate", "copy", *prompts, *beams, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)
         said_of = ["the cat", "a mat. the cat", "the"]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -74,6 +75,7 @@ def rows(conversations: list[Any], **more: Any) -> list[Record]:
     return [Record({"messages": turns, **more}, "f", n) for n, turns in enumerate(conversations, 1)]
 
 
+@pytest.mark.filterwarnings("ignore:.* answers of the assistant are empty")
 @pytest.mark.parametrize("name", ["chatml", "plain", "tools"])
 def test_ids_and_mask_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path, name: str) -> None:
     ours, theirs = with_template(tokenizer, TEMPLATES[name], tmp_path)
@@ -113,6 +115,7 @@ def test_prefix_differences_are_what_a_template_marks(tokenizer: Tokenizer, tmp_
             assert again == text and [(a, b + len(end.split(">")[-1])) for a, b in narrow] == spans
 
 
+@pytest.mark.filterwarnings("ignore:.* answers of the assistant are empty")
 def test_the_named_templates_are_kept_with_the_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     bare = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
     examples = make_examples("chat", rows(talks(3)), bare, DataConfig(chat_template="plain", seq_len=4000))
@@ -315,6 +318,73 @@ def test_rows_of_every_kind(fields: dict[str, Any]) -> None:
     assert list(texts_of("chat", [record], data)) == ["q\n\nx", "a"]
 
 
+@pytest.mark.parametrize(("train", "use"), [(True, "trained on"), (False, "judged")])
+def test_answers_without_words_are_told(tokenizer: Tokenizer, train: bool, use: str) -> None:
+    """The end of text behind them would be taught silently: that is how a model learns to say nothing."""
+    made = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
+    made.chat_template = TOOLS
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    full = [[*ASKED], [ASKED[0], call], [*ASKED, ASKED[0], {"role": "assistant", "content": "", "weight": 0}]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_examples("chat", rows(full), made, DataConfig(seq_len=99), train=train)
+    none: list[dict[str, Any]] = [{"instruction": "q", "output": said} for said in ("a", "", None, " \n", 0)]
+    for said in ("", [{"type": "text", "text": " "}]):
+        none.append({"messages": [*ASKED, ASKED[0], {"role": "assistant", "content": said}]})
+    records = [Record(row, "f", n) for n, row in enumerate(none, 1)]
+    with pytest.warns(UserWarning, match=f"^5 of 9 answers of the assistant are empty .first: f, line 2.: {use} as they are$"):
+        make_examples("chat", records, made, DataConfig(seq_len=99, chat_template="plain"), train=train)
+
+
+def test_alpaca_s_fields_are_texts_or_numbers() -> None:
+    assert conversation(Record({"instruction": "1 - 1?", "output": 0}, "f", 1), DataConfig())[-1]["content"] == "0"
+    for name in ("instruction", "input", "output"):
+        with pytest.raises(InputError, match=rf'f: line 1: {name} is "\[\'x\'\]"; text'):
+            conversation(Record({"instruction": "q", "output": "a", name: ["x"]}, "f", 1), DataConfig())
+
+
+LISTS = ("{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+         "{{ '<image>' if 'image' in part else part.text }}{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}")  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "between"), [(TEMPLATES["plain"], " "), (INST, " "), (LISTS, "")],
+                         ids=["plain", "inst", "lists"])
+def test_a_content_may_be_a_list_of_texts(tokenizer: Tokenizer, tmp_path: Path, source: str, between: str) -> None:
+    """A template that knows lists gets them, as from transformers; any other the texts as one, as from transformers' server."""
+    ours, theirs = with_template(tokenizer, source, tmp_path)
+
+    def turns(*said: Any) -> list[dict[str, Any]]:
+        return [{"role": role, "content": content} for role, content in zip(("user", "assistant"), said, strict=True)]
+
+    parts = [[{"type": "text", "text": text, "image": None} for text in texts] for texts in (("to", "be"), ("or",))]
+    records = rows([turns(*parts), turns(f"to{between}be", "or")])
+    one, other = (make_examples("chat", [record], ours, DataConfig(seq_len=99)).at(0, 0) for record in records)
+    assert [side.tolist() for side in one] == [side.tolist() for side in other]
+    if source == LISTS:
+        bare = turns(*([{"type": "text", "text": part["text"]} for part in content] for content in parts))
+        assert theirs.apply_chat_template(bare, return_dict=False) == one[0].tolist()
+    assert list(texts_of("chat", records[:1], DataConfig())) == ["to be", "or"]
+    talk = messages_of(records[0], "prompt", False)
+    assert ids_of(ours, Template(ours), records[0], "prompt", talk)[: len(one[0])] == one[0].tolist()
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ([{"type": "image", "image": "a.png"}], "a part of type 'image'"), (["a"], "'a'"), (3, "'3'"), ({"a": 1}, "\"{'a': 1}\""),
+    ([{"type": "text", "text": "a"}, {"type": "image_url"}], "a part of type 'image_url'"),
+    ([{"type": "text", "text": None}], "\"{'type': 'text', 'text': None}\""),
+])  # fmt: skip
+def test_a_content_of_anything_else_is_refused(tokenizer: Tokenizer, content: Any, said: str) -> None:
+    for role in ("user", "assistant"):
+        turns = [{**turn, "content": content} if turn["role"] == role else turn for turn in ASKED]
+        with pytest.raises(InputError, match=f"f: line 1: the content of a message of {role} holds {re.escape(said)}; text, or a"):
+            make_examples("chat", rows([turns]), tokenizer, DataConfig(chat_template="plain"))
+    made = Tokenizer(tokenizer.raw, {"eos": "<|endoftext|>"})
+    made.chat_template = "{% for m in messages %}{{ m.role }}{{ m.content | tojson }}{% endfor %}"
+    record = rows([[ASKED[0], {"role": "tool", "content": content}, ASKED[1]]])[0]  # of a tool templates write the JSON
+    assert json.dumps(content) in Template(made).text(record, conversation(record, DataConfig()))
+
+
 def test_a_role_that_few_templates_know_is_told(tokenizer: Tokenizer) -> None:
     """The plain template writes any; `usr` would be taught as a speaker of its own."""
     turns = [{"role": "usr", "content": "hi"}, {"role": "assistant", "content": "to be"}]
@@ -345,6 +415,7 @@ def test_a_long_conversation_loses_its_end_and_one_without_an_answer_is_left_out
         make_examples("chat", rows([mute]), ours, DataConfig(seq_len=20), train=False)
 
 
+@pytest.mark.filterwarnings("ignore:.* answers of the assistant are empty")
 @pytest.mark.parametrize("packing", [False, True], ids=["padding_free", "packing"])
 def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_path: Path, packing: bool) -> None:
     ours, _ = with_template(tokenizer, TEMPLATES["chatml"], tmp_path)

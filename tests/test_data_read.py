@@ -20,7 +20,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.formats import DOCUMENT
 from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.objectives.lm import Blocks
-from modelcenter.data.read import find_files, has_tables, held_of_one, read_records, read_split, split
+from modelcenter.data.read import find_files, has_tables, held_of_one, in_both, read_records, read_split, split
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.data.tokenizer_open import open_tokenizer
@@ -93,6 +93,20 @@ def test_text_with_braces_is_text(tmp_path: Path, text: str) -> None:
 def test_csv_fields_may_span_lines_and_be_long(tmp_path: Path) -> None:
     file = write(tmp_path / "a.csv", 'text\n"a\nb"\n"' + "c" * 200_000 + '"\n')
     assert [len(r.fields["text"]) for r in read_records(str(file))] == [3, 200_000]
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.csv", 'text,label\n"one, two\t3",a\n"say ""hé""",b'), ("a.csv.gz", 'text,label\n"one, two\t3",a\n\n"say ""hé""",b\n'),
+    ("a.tsv", 'label\ttext\na\tone, two 3\n\nb\tsay "hé"\n'), ("a.jsonl", "\n".join(json.dumps(r) for r in ROWS)),
+])  # fmt: skip
+def test_rows_whose_lines_end_as_on_old_macs(tmp_path: Path, name: str, content: str) -> None:
+    """As spreadsheets there write them, with no newline at all."""
+    there, here = (read_records(str(write(tmp_path / end / name, content.replace("\n", "\r" * (end == "mac") or "\n"))))
+                   for end in ("mac", "unix"))  # fmt: skip
+    assert [(record.fields, record.line) for record in there] == [(record.fields, record.line) for record in here]
+    assert len(there) == 2
+    quoted = read_records(str(write(tmp_path / "b.csv", b'text,label\r"a\rb",1\r')))
+    assert [(record.fields["text"], record.line) for record in quoted] == [("a\rb", 3)]
 
 
 def test_the_places_of_rows_take_little_memory(tmp_path: Path) -> None:
@@ -295,6 +309,20 @@ def test_evaluation_data_come_in_all_forms(tmp_path: Path) -> None:
         assert isinstance(examples, Blocks) and examples.total == 5
     with pytest.raises(MissingError, match=r"data\.eval_path\.1: no such file"):
         read_split(DataConfig(path=str(a), eval_path=(str(a), f"{tmp_path}/no")))
+
+
+def test_files_that_are_trained_and_evaluated_on_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whichever name."""
+    monkeypatch.chdir(tmp_path)
+    files = [str(write(tmp_path / "data" / f"{name}.jsonl", '{"text": "a"}')) for name in "abc"]
+    (tmp_path / "link.jsonl").symlink_to(files[0])
+    for path, held, same in (
+        ("data", "data/a.jsonl", ["data/a.jsonl"]), (files[0], "./data/../data/a.jsonl", ["data/../data/a.jsonl"]),
+        (files[0], "link.jsonl", ["link.jsonl"]), ((files[0], files[1]), "data/*.jsonl", ["data/a.jsonl", "data/b.jsonl"]),
+        ({files[0]: 1.0, files[1]: 2.0}, ("data/c.jsonl", "data/b.jsonl"), ["data/b.jsonl"]), (files[0], files[1], []),
+        ("datasets:a:train", "datasets:a:train", ["datasets:a:train"]), ("datasets:a", "datasets:a:test", []), (files[0], None, []),
+    ):  # fmt: skip
+        assert in_both(DataConfig(path=path, eval_path=held)) == same
 
 
 def test_eval_path_wins(tmp_path: Path) -> None:

@@ -462,7 +462,9 @@ def test_sentinels_stand_behind_padding_and_the_end() -> None:
 @pytest.mark.parametrize("spec, said", [
     ("bpe", "; a size: bpe:8000"), ("bpe:many", "; a size: bpe"), ("bpe:100", "at least 257"),
     ("roberta:260", "at least 261"), ("span:358", "at least 359"), ("./none", "no such folder"), ("a/b/c", "no such folder"),
-    ("gpt2:300", "of your text .bpe:300, .* or gpt2, with the size that it has")])
+    ("gpt2:300", "of your text .bpe:300, .* or gpt2, with the size that it has"),
+    ("bert:260", "of your text .bpe:260, roberta:261, .* or bert-base-uncased, with the size that it has"),
+    ("wordpiece:9000", "of your text .bpe:9000, .* or a preset's name, with the size that it has")])
 def test_bad_specifications(spec: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         open_tokenizer(spec, TEXTS)

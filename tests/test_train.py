@@ -1152,6 +1152,16 @@ def test_data_in_the_order_of_its_labels_is_told_of(tmp_path: Path, how: str, sa
     assert [line for line in lines if line.startswith("held out")] == [wanted] * said
 
 
+def test_an_evaluation_on_what_is_trained_on_is_told_of(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "some text"}\n' * 9)
+    for held, told in ((None, []), ("b.jsonl", []), ("../" + tmp_path.name + "/a.jsonl", ["evaluation: on 1 file of data.path ("])):
+        changes = {"data.path": f"{tmp_path}/a.jsonl", "data.eval_path": held and f"{tmp_path}/{held}"}
+        recipe, device = resolve(recipe_of(tmp_path, **changes), MACHINE)
+        said = [line for line in prepare(recipe, MACHINE, device).lines if line.startswith("evaluation: on")]
+        assert [line.partition("/")[0] for line in said] == told
+
+
 @pytest.mark.parametrize(("objective", "many", "said"), [
     ("classify", 2, "labels: 2: a, b"), ("classify", 14, "labels: 14: a, b, c, d, e, f, g, h, i, j, k, l, ..."), ("lm", 2, ""),
 ])  # fmt: skip

@@ -171,7 +171,7 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     from ..metrics.table import check_packages
     from ..train.agree import agree, agree_on_copies
     from ..train.heap import kept
-    from ..train.prepare import enter, prepare
+    from ..train.prepare import enter, prepare_to_judge
     from ..train.progress import Progress
     from ..train.resolve import resolve
     from ..train.step import autocast
@@ -182,13 +182,12 @@ def evaluated(recipe: "Recipe", machine: "Machine") -> tuple[str, dict[str, floa
     ranks = enter(recipe, machine)
     with Watch(Path(recipe.output_dir) / "ranks", ranks, machine.timeout), kept(device):
         agree(recipe, machine, ranks, free=("output_dir", "model"))  # where each has put its own; what is in the model's counts
-        setup = prepare(recipe, machine, device, ranks, judged=True)
-        agree_on_copies(recipe, setup.tokenizer, ranks)
-        assert setup.evaluation is not None
-        said += "".join(f"{line}\n" for line in (*setup.idle, *setup.evaluation.undefined()))
+        made, judge = prepare_to_judge(recipe, machine, device, ranks)
+        agree_on_copies(recipe, made.tokenizer, ranks)
+        said += "".join(f"{line}\n" for line in (*made.idle, *judge.undefined()))
         count = partial(Progress(1, silent=not ranks.first).part, "texts written")
         with autocast(recipe.precision, device):
-            return said, setup.evaluation.size | setup.evaluation(setup.model, count), ranks.first
+            return said, judge.size | judge(made.model, count), ranks.first
 
 
 @dataclass(frozen=True, kw_only=True)

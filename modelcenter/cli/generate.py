@@ -54,9 +54,14 @@ def generate(args: Arguments) -> Answer:
 
 
 def check_prompt(args: Arguments) -> None:
-    """Refuse a prompt that reads as a setting: `a = b` does not, `a=b and more` does."""
+    """Refuse a prompt that reads as a setting: `a = b` does not, `a=b and more` does; and the temperature that many write for no
+    sampling."""
     known = {f.name for f in fields(Generation)}
     for word in args.settings:
+        key, _, value = word.partition("=")
+        if key == "temperature" and value and not value.strip("0."):
+            wanted = "do_sample=false without a temperature, for the likeliest token each time; or a number above 0"
+            refuse(COMMAND_LINE, key, value, wanted)
         if " " in word and word.partition("=")[0] not in known:
             refuse(COMMAND_LINE, word, "reads as a setting, and there is none of this name", 'prompt="TEXT" if it is the prompt')
 
@@ -89,6 +94,9 @@ def answered(asked: Generation, given: list[str], out: TextIO | None) -> Answer:
 
     folder = resolve(asked.model, presets=hubs())
     tokenizer, model = load_tokenizer(folder), load(folder, dtype=asked.dtype, device=asked.place())
+    if not model.can_generate():
+        wanted = "one that predicts the next token; modelcenter evaluate judges others"
+        refuse(asked.model, "generate", f"a model with the task {model.task!r}", wanted)
     options = {key: getattr(asked, key) for key in given if key in {f.name for f in fields(Options)}}
     chats = any(talk is not None for talk in talks)
     if chats and tokenizer.chat_template is None:
@@ -134,20 +142,14 @@ def positions(model: "Model") -> int | None:
 
 
 def read_prompts(file: str, key: str) -> "list[Record]":
-    """The prompts of a file: its records, or the lines of a .txt that are not empty, under `key`."""
-    from ..data.read import read_records
-    from ..data.record import Record
+    """The prompts of a file: its records, or the lines of a text that are not empty, under `key`."""
+    from ..data.formats import Texts
+    from ..data.read import format_of, read_records
 
-    if Path(file).suffix not in (".txt", ""):
+    place = Path(os.path.expanduser(file))
+    if format_of(place) != "text" or not os.path.exists(place) or place.is_dir():  # or a glob, or datasets:NAME
         return list(read_records(file, key="prompts"))
-    try:
-        text = Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        refuse(file, None, getattr(error, "strerror", None) or "not UTF-8", "a .txt with a prompt a line, or .jsonl")
-    lines = text.split("\n")  # what else ends a line in Python may stand in a prompt
-    if not any(line.strip() for line in lines):
-        refuse(file, None, "no prompt", "a prompt a line")
-    return [Record({key: line}, file, number) for number, line in enumerate(lines, 1) if line.strip()]
+    return list(Texts(place, key)) or refuse(file, None, "no prompt", "a prompt a line")
 
 
 def messages_of(record: "Record", key: str, chat: bool) -> list[dict[str, Any]] | None:

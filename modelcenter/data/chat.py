@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -62,6 +63,23 @@ class Template:
 
     def text(self, record: Record, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The text of a conversation; as a `prompt`, it ends with what asks the assistant to continue."""
+        if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_lists:
+            messages = [joined(message) for message in messages]
+        return self.rendered(record, messages, tools, prompt)
+
+    @cached_property
+    def takes_lists(self) -> bool:
+        """Whether the template writes a content that is a list of one text as it writes the text. Most know text alone: they fail,
+        or write the list as Python shows it."""
+        nowhere, texts = Record({}, self.name, None), [{"type": "text", "text": "question"}]
+        try:
+            one, other = (self.rendered(nowhere, [{"role": "user", "content": said}]) for said in ("question", texts))
+        except InputError:
+            return False
+        return one == other
+
+    def rendered(self, record: Record, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
+        """What the template makes of messages as they are."""
         from jinja2 import TemplateError
 
         given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
@@ -117,6 +135,16 @@ class Template:
         except InputError:
             return ""
         return text[slice(*spans[-1])].rpartition("answer")[2] if spans else ""
+
+
+def joined(message: Message) -> Message:
+    """A message with one text in place of a list of them: as transformers' server joins them for models that read text alone."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    known = [text for text in texts if isinstance(text, str)]
+    return {**message, "content": " ".join(known)} if len(known) == len(parts) else message  # a tool's may be any list
 
 
 def unmarkable(record: Record, *given: Any) -> None:

@@ -95,10 +95,14 @@ class Reader:
                 if not (first or second):
                     first_empty, empty = first_empty or record, empty + 1
                 yield ids, segments
-        if first_empty is not None:
-            where, use = f"{first_empty.file}, {first_empty.place()}", "trained on" if self.train else "judged"
-            warnings.warn(f"{empty:,} of {total:,} {what} are empty (first: {where}): {use} as they are", stacklevel=2)
+        self.tell_empty(empty, total, what, first_empty)
         self.tell_long(long, total, what, "data.seq_len", limit)
+
+    def tell_empty(self, empty: int, total: int, what: str, first: Record | None) -> None:
+        """Warn of examples that hold no text, the first of them in the record `first`."""
+        if first is not None:
+            where, use = f"{first.file}, {first.place()}", "trained on" if self.train else "judged"
+            warnings.warn(f"{empty:,} of {total:,} {what} are empty (first: {where}): {use} as they are", stacklevel=3)
 
     def tell_long(self, long: int, total: int, what: str, key: str, size: int, lost: str = "what lies beyond",
                   use: str = "") -> None:

@@ -112,6 +112,18 @@ class Lines(Part):
         return place + 1, self.text(place)
 
 
+class Texts(Lines):
+    """A text a line, in the field `key`."""
+
+    def __init__(self, file: Path, key: str) -> None:
+        super().__init__(file)
+        self.key = key
+
+    def at(self, index: int) -> Record:
+        number, line = self.line(index)
+        return Record({self.key: line.rstrip("\r\n")}, str(self.source.file), number)
+
+
 class JsonLines(Lines):
     """One object a line."""
 

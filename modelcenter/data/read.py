@@ -138,6 +138,21 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
     return split(train, data.eval_fraction)
 
 
+def in_both(data: DataConfig) -> list[str]:
+    """The files of `data.eval_path` that `data.path` has too, under whichever names."""
+    seen = {os.path.realpath(name) for name in names_of(data.path, data.format)}
+    return [name for name in names_of(data.eval_path, data.format, "data.eval_path") if os.path.realpath(name) in seen]
+
+
+def names_of(path: str | tuple[str, ...] | dict[str, float] | None, format: Format, key: str = "data.path") -> list[str]:
+    """The files that a path or several mean; what the `datasets` library reads goes by its own name."""
+    found = list[str]()
+    for one in () if path is None else (path,) if isinstance(path, str) else path:
+        whole = one.startswith(PREFIX) or is_saved(Path(os.path.expanduser(one)))
+        found += [os.path.expanduser(one)] if whole else map(str, find_files(one, format, key))
+    return found
+
+
 def has_tables(records: Part) -> bool:
     """Whether some of the records are rows of CSV or TSV, the only ones that `data.header` is of."""
     if isinstance(records, Records):

@@ -7,6 +7,8 @@ import errno
 import gzip
 import os
 import resource
+import shutil
+import stat
 import tempfile
 import weakref
 import zlib
@@ -35,7 +37,7 @@ class Source:
     def __init__(self, file: Path) -> None:
         self.file = file
         try:
-            self.fd = unpack(file) if file.name.endswith(".gz") else os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = unpack(file) if file.name.endswith(".gz") else opened(file)
             weakref.finalize(self, os.close, self.fd)
             make_room(self.fd)
             self.size = os.fstat(self.fd).st_size
@@ -66,14 +68,20 @@ class Source:
             yield offset, self.read(offset, min(offset + CHUNK, self.size))
 
     def lines(self) -> NDArray[np.int64]:
-        """Where each line starts, and after them where the last one ends. A line too long to be text is refused."""
-        ends = [np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + (offset + 1) for offset, chunk in self.chunks()]
-        bounds = np.concatenate([np.zeros(1, np.int64), *ends])
+        """Where each line starts, and after them where the last one ends. A line too long to be text is refused. In a file without
+        a newline each carriage return ends one: so spreadsheets on a Mac may write."""
+        bounds = self.after(b"\n")
+        bounds = self.after(b"\r") if len(bounds) == 1 else bounds
         if bounds[-1] != self.size:
             bounds = np.append(bounds, self.size)
         if len(long := np.flatnonzero(np.diff(bounds) > LONGEST_LINE)):
             refuse(self.file, f"line {long[0] + 1}", "longer than 16 MiB", "text in lines")
         return bounds
+
+    def after(self, end: bytes) -> NDArray[np.int64]:
+        """0, and the places after each byte `end`."""
+        found = [np.flatnonzero(np.frombuffer(chunk, np.uint8) == end[0]) + (offset + 1) for offset, chunk in self.chunks()]
+        return np.concatenate([np.zeros(1, np.int64), *found])
 
     def text(self, start: int, stop: int, line: int | None = None) -> str:
         """The bytes as text, decoded strictly. A byte-order mark at the file's beginning is dropped. `line`: the number of their
@@ -102,6 +110,17 @@ def make_room(number: int) -> None:
     if number > soft // 2 and soft != hard:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def opened(file: Path) -> int:
+    """A descriptor of a file; of a pipe, which can be read only once, of a copy without a name."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return fd
+    with open(fd, "rb") as pipe, tempfile.TemporaryFile() as out:
+        shutil.copyfileobj(pipe, out)
+        out.flush()
+        return os.dup(out.fileno())
 
 
 def scratch() -> int:

@@ -25,7 +25,7 @@ from ..checkpoint.state import check_there
 from ..checkpoint.strict_json import read_json
 from ..errors import InputError, refuse, refuse_missing
 from .tokenizer import HABITS, ROLES, CharTokenizer, ForeignTokenizer, Tokenizer
-from .tokenizer_train import SPECIAL, byte_level, made_here, train_tokenizer
+from .tokenizer_train import SPECIAL, byte_level, least, made_here, train_tokenizer
 
 T = TypeVar("T")
 # Old folders name no special tokens: transformers' classes know them by heart. Among the special tokens of a file these
@@ -53,9 +53,13 @@ def open_tokenizer(spec: str, texts: Iterable[str]) -> Tokenizer:
         if not (size.isascii() and size.isdigit() and len(size) < 10):
             refuse(None, "tokenizer", repr(spec), f"a size: {kind}:8000")
         return train_tokenizer(texts, int(size), kind)
-    if size.isdigit() and not Path(spec).exists():
-        made = ", ".join(f"{name}:{size}" for name in SPECIAL)
-        refuse(None, "tokenizer", repr(spec), f"one that is made of your text ({made}); or {kind}, with the size that it has")
+    if size.isascii() and size.isdigit() and len(size) < 10 and not Path(spec).exists():
+        from ..registry import hubs  # every family, and torch
+
+        made = ", ".join(f"{name}:{max(int(size), least(name))}" for name in SPECIAL)
+        there = Path(kind).is_dir() or "/" in kind
+        named = kind if there else next((name for name in hubs() if name.startswith(kind)), "a preset's name")
+        refuse(None, "tokenizer", repr(spec), f"one that is made of your text ({made}); or {named}, with the size that it has")
     return load_tokenizer(spec)
 
 

@@ -28,6 +28,16 @@ def made_here(spec: str) -> bool:
     return spec == "char" or (spec.partition(":")[0] in SPECIAL and not Path(spec).exists())
 
 
+def special_tokens(kind: str) -> list[str]:
+    """What stands before the bytes in a vocabulary of this kind."""
+    return [*dict.fromkeys(SPECIAL[kind].values()), *SENTINELS.get(kind, ())]
+
+
+def least(kind: str) -> int:
+    """The smallest vocabulary of this kind: its special tokens, and each byte."""
+    return 256 + len(special_tokens(kind))
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") -> Tokenizer:
     """Train byte-level BPE on `texts`: `bpe` with GPT-2's <|endoftext|>, `roberta` with RoBERTa's special tokens, `span` with
     padding as number 0 and a hundred sentinels, for span corruption, `fim` as bpe with the three marks of fill-in-the-middle.
@@ -36,10 +46,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, kind: str = "bpe") ->
     """
     if kind not in SPECIAL:
         refuse(None, "tokenizer", repr(kind), nearest(kind, SPECIAL))
-    special = SPECIAL[kind]
-    tokens = [*dict.fromkeys(special.values()), *SENTINELS.get(kind, ())]
-    if vocab_size < 256 + len(tokens):
-        refuse(None, "tokenizer", f"{kind}:{vocab_size}", f"at least {256 + len(tokens)} tokens")
+    special, tokens = SPECIAL[kind], special_tokens(kind)
+    if vocab_size < least(kind):
+        refuse(None, "tokenizer", f"{kind}:{vocab_size}", f"at least {least(kind)} tokens")
     raw = byte_level(models.BPE())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())  # the library gives a set, whose order differs by run
     trainer = trainers.BpeTrainer(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -31,12 +31,12 @@ from ..data.loader import Budget, Chain, Loader
 from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
 from ..data.packing import Unpadded, much_padding
-from ..data.read import has_tables, held_of_one, read_split
+from ..data.read import has_tables, held_of_one, in_both, read_split
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer
 from ..data.tokenizer_open import load_tokenizer, open_tokenizer
-from ..errors import MissingError, refuse
+from ..errors import MissingError, counted, refuse
 from ..generate.options import FILE, several
 from ..generate.run import beside, settings
 from ..layers import ClassifyHead, EmbedHead, LMHead, last_token
@@ -67,46 +67,61 @@ def enter(recipe: Recipe, machine: Machine) -> Ranks:
     return join(machine)
 
 
-def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False,
-            judged: bool = False) -> Setup:
+def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE, *, meta: bool = False) -> Setup:
     """Read the data, train or load the tokenizer, load the model (`meta`: without its weights), and report what was found. `recipe`
-    is resolved. `judged`: the model is only evaluated, with the labels that it knows, whether or not all of them occur in the data;
-    nothing is encoded to train on, and the loader is that of the evaluation.
+    is resolved.
 
     On a CPU a thread reads the weights while the texts are encoded. Errors: `InputError`; for a field of the data that does not
     fit, before any weight is read.
     """
     records, held_out = read_split(recipe.data)
+    with Reader() as reader:
+        made = assemble(recipe, machine, device, ranks, records, held_out, reader, meta=meta)
+        loader = made.loader(records, train=True)
+        judge = made.evaluation(held_out) if held_out else None
+        ended = end_at(made.model, made.tokenizer, find_objective(recipe.objective).ends(made.tokenizer))
+        setup = Setup(made.model, made.tokenizer, made.labels, loader, judge, steps_of(recipe, loader), idle=made.idle)
+        setup.environment = facts(recipe, device, ranks, setup)
+        setup.lines = [*opening(recipe, device, ranks, setup, ended), *setup.idle]
+        if file := held_of_one(recipe.data, held_out):
+            setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
+        if same := in_both(recipe.data):
+            many = counted(len(same), "file")
+            setup.lines.append(f"evaluation: on {many} of data.path ({same[0]}): it judges what is trained on; give other data")
+        reader.wait()
+    return setup
+
+
+def prepare_to_judge(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks = ALONE) -> "tuple[Prepared, Evaluation]":
+    """`prepare` for a model that is only evaluated, on the data that `recipe` holds out, with the labels that it knows, whether or
+    not all of them occur in the data; nothing is encoded to train on."""
+    records, held_out = read_split(recipe.data)
+    with Reader() as reader:
+        made = assemble(recipe, machine, device, ranks, records, held_out, reader, judged=True)
+        judge = made.evaluation(held_out)
+        reader.wait()
+    return made, judge
+
+
+def assemble(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, records: Part, held_out: Part, reader: "Reader",
+             *, meta: bool = False, judged: bool = False) -> "Prepared":
+    """The tokenizer, the names of the labels and the model, whose weights `reader` reads on a CPU."""
     check_fields(recipe, records)
     if held_out:
         check_fields(recipe, held_out)
     tokenizer = find_tokenizer(recipe, records)
     labels = find_labels(recipe, records, judged)
-    with Reader() as reader:
-        with catch_warnings():
-            filterwarnings("ignore", re.escape(ASIDE))  # a line says it
-            model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
-                               reader.put_off if device.type == "cpu" else None)
-        configure(model, recipe, tokenizer, ranks)
-        prepared = Prepared(recipe, device, ranks, model, tokenizer, labels)
-        train = None if judged else prepared.loader(records, train=True)
-        judge = prepared.evaluation(held_out) if held_out else None
-        ended = end_at(model, tokenizer, find_objective(recipe.objective).ends(tokenizer))
-        if train is not None:
-            setup = Setup(model, tokenizer, labels, train, judge, steps_of(recipe, train))
-        else:
-            assert judge is not None
-            setup = Setup(model, tokenizer, labels, judge.loader, judge, 0)
-        setup.environment = facts(recipe, device, ranks, setup)
-        if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
-            setup.idle.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
-        if machine.offload and device.type == "cpu":
-            setup.idle.append(ASIDE)
-        setup.lines = [*(opening(recipe, device, ranks, setup, ended) if not judged else ()), *setup.idle]
-        if file := held_of_one(recipe.data, held_out):
-            setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
-        reader.wait()
-    return setup
+    with catch_warnings():
+        filterwarnings("ignore", re.escape(ASIDE))  # a line says it
+        model = find_model(recipe, tokenizer, labels.names, machine, torch.device("meta") if meta else device,
+                           reader.put_off if device.type == "cpu" else None)
+    configure(model, recipe, tokenizer, ranks)
+    idle = list[str]()
+    if not recipe.data.header and not has_tables(records) and not has_tables(held_out):
+        idle.append("data.header: false, but no data are csv or tsv; leave it out, or say data.format=csv or tsv")
+    if machine.offload and device.type == "cpu":
+        idle.append(ASIDE)
+    return Prepared(recipe, device, ranks, model, tokenizer, labels, idle)
 
 
 def check_fields(recipe: Recipe, records: Part) -> None:
@@ -254,7 +269,7 @@ def padding(model: Model, tokenizer: Tokenizer) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What examples, and an evaluation on them, are made with."""
+    """What examples, and an evaluation on them, are made with. `idle`: a line for each setting that does nothing."""
 
     recipe: Recipe
     device: torch.device
@@ -262,6 +277,7 @@ class Prepared:
     model: Model
     tokenizer: Tokenizer
     labels: Labels
+    idle: list[str] = field(default_factory=list)
 
     def loader(self, records: Part, *, train: bool) -> Loader:
         """The encoded examples of `records` in batches: those of a step, or for evaluation as large as a forward may be."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import nearest, refuse
-from ..chat import NAMED, Template
+from ..chat import NAMED, Template, joined
 from ..collate import IGNORED
 from ..config import DataConfig
 from ..objective import register
@@ -38,7 +38,7 @@ class Chat(Causal):
             refuse(None, "data.chat_template", repr(data.chat_template), nearest(data.chat_template, (*NAMED, "auto")))
 
     def texts(self, record: Record, data: DataConfig) -> Iterator[str]:
-        return (message["content"] for message in conversation(record, data) if isinstance(message.get("content"), str))
+        return (text for message in conversation(record, data) if isinstance(text := joined(message).get("content"), str))
 
     def ends(self, tokenizer: "Tokenizer") -> tuple[int, ...]:
         if tokenizer.chat_template is None:
@@ -57,10 +57,14 @@ class Chats(Sequences):
     def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
         self.fill, self.size, self.ids, self.trained = filler(read.tokenizer), data.seq_len, Ragged(), Ragged()
         template, mute, count, cut, roles = Template(read.tokenizer, data.chat_template), 0, 0, 0, set[str]()
-        use = "train on" if read.train else "evaluate on"
+        use, first, empty, answers = "train on" if read.train else "evaluate on", None, 0, 0
         for record in records:
             messages = conversation(record, data)
             roles |= {message["role"] for message in messages}
+            learned = [message for message in messages if message["role"] == "assistant" and message.get("weight") != 0]
+            if none := sum(map(is_empty, learned)):
+                first, empty = first or record, empty + none
+            answers += len(learned)
             for text, spans in template.marked_texts(record, messages, tools_of(record)):
                 ids, places = read.encode_places(record, text)
                 whole, count = written(places, spans), count + 1
@@ -83,6 +87,7 @@ class Chats(Sequences):
         if mute:
             said = f"{mute:,} of {count:,} conversations have no token of the assistant to {use} within {data.seq_len}: left out"
             warnings.warn(said, stacklevel=2)
+        read.tell_empty(empty, answers, "answers of the assistant", first)
         others = "other conversations" if mute else "conversations"
         read.tell_long(cut, count - mute, others, "data.seq_len", self.size, "what the assistant says beyond")
         self.lengths = np.diff(self.ids.bounds)
@@ -110,7 +115,7 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
     behind its `history` of questions and answers. Its field `system` is the first message."""
     key = data.messages_key or next((key for key in KEYS if key in record.fields), None)
     if key is None and ROW[0] in record.fields and ROW[2] in record.fields:
-        asked, more, answer = (str(record.fields.get(name) or "") for name in ROW)
+        asked, more, answer = (cell(record, name) for name in ROW)
         pairs = [*(listed(record, "history", "[question, answer]") or ()), [f"{asked}\n\n{more}" if more else asked, answer]]
         if odd := [pair for pair in pairs if not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str]]:
             record.refuse(f"history has {str(odd[0])[:60]!r}", "a list of [question, answer]")
@@ -127,6 +132,14 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
     if not isinstance(system, str) or messages[0]["role"] == "system":
         record.refuse(f"system is {repr(system)[:60]}", "text, or none where the first message is the system's")
     return [{"role": "system", "content": system}, *messages]
+
+
+def cell(record: Record, name: str) -> str:
+    """A field of Alpaca's row: text, a number, or nothing."""
+    value = record.fields.get(name)
+    if not isinstance(value, str | int | float | None):
+        record.refuse(f"{name} is {str(value)[:60]!r}", "text")
+    return "" if value is None else str(value)
 
 
 def tools_of(record: Record) -> Any:
@@ -163,7 +176,30 @@ def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
         found = f"a message whose {null} is null" if null else f"a message has the fields {', '.join(map(str, message))}"
         record.refuse(found, "a role and a content")
     message = {**message, "role": SHAREGPT.get(message["role"], message["role"])}  # `human` is what `user` is, under either key
+    if message["role"] != "tool":  # whose content may be anything: templates write its JSON
+        message = {**message, "content": content_of(record, message)}
     weight = message.get("weight")
     if weight not in (None, 0, 1) or (weight and message["role"] != "assistant"):
         record.refuse(f"a message of {message['role']} has the weight {weight!r}", "0 or 1, and 1 only for the assistant's")
     return {name: value for name, value in message.items() if value is not None}
+
+
+def content_of(record: Record, message: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """What a message says: a text, or a list of texts, as where there could be images too, which no model here sees."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind != "text" or not isinstance(text, str):
+            said = f"{str(part)[:60]!r}" if kind in (None, "text") else f"a part of type {kind!r}"
+            found = f"the content of a message of {message['role']} holds {said}"
+            record.refuse(found, 'text, or a list of {"type": "text", "text": ...}')
+        texts.append({"type": "text", "text": text})  # without the null fields that a table gives each part
+    return texts
+
+
+def is_empty(message: Mapping[str, Any]) -> bool:
+    """Whether a message says nothing, and calls nothing either."""
+    return not (joined(message).get("content") or "").strip() and not message.get("tool_calls")
