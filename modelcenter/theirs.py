@@ -77,6 +77,19 @@ LOAD = {  # arguments of from_pretrained
     "from_tf": "convert them with transformers first",
     "key_mapping": "names that transformers writes; its save_pretrained first",
     "use_safetensors": ALWAYS,
+    "gguf_file": "convert it with transformers first",
+    "resume_download": IDLE,
+    "weights_only": ALWAYS,
+    # keys of a config, which transformers takes there too
+    **dict.fromkeys(("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"), "config={'attn_dropout': ...}"),
+    **dict.fromkeys(("dropout_rate", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop"), "config={'dropout': ...}"),
+    "classifier_dropout": "config={'head_dropout': ...}",
+    "embd_pdrop": "config={'embed_dropout': ...}",
+    "output_attentions": "leave it out: attention here keeps no weights",
+    "output_hidden_states": "output_hidden_states of a call",
+    "pad_token_id": "model.config.pad_token_id, behind it",
+    "return_dict": f"{ALWAYS}, unless a call says return_dict=False",
+    "use_cache": "use_cache of a call",
 }
 SAVE = {  # arguments of save_pretrained
     "is_main_process": f"{ALWAYS}, for every process calls and writes its part",

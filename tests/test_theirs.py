@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,11 @@ def test_every_name_is_theirs_and_not_ours() -> None:
     for what, table in (("load", theirs.LOAD), ("save", theirs.SAVE), ("forward", theirs.FORWARD)):
         assert not taken[what] & table.keys()
     gone = {"ignore_mismatched_sizes", "label2id", "load_in_4bit", "load_in_8bit", "low_cpu_mem_usage", "proxies", "subfolder",
-            "use_auth_token", "safe_serialization", "save_function"}  # said elsewhere than in that file, or in older releases
-    assert all(name in source or name in gone for name in {**theirs.LOAD, **theirs.SAVE})
+            "use_auth_token", "safe_serialization", "save_function", "resume_download"}  # said elsewhere, or in older releases
+    configs = [config().to_dict() for config in (transformers.GPT2Config, transformers.BertConfig, transformers.T5Config,
+                                                 transformers.BloomConfig, transformers.LlamaConfig)]  # fmt: skip
+    keys = {*chain(*configs)}
+    assert all(name in source or name in gone | keys for name in {**theirs.LOAD, **theirs.SAVE})
     arguments, ours = inspect.signature(transformers.GenerationMixin.generate).parameters, [f.name for f in fields(Options)]
     models = (transformers.T5ForConditionalGeneration, transformers.GPT2LMHeadModel)
     forwards = {name for model in models for name in inspect.signature(model.forward).parameters}
@@ -325,6 +329,8 @@ def test_functions_refuse(tmp_path: Path) -> None:
         mc.load("gpt2", strict=False)  # type: ignore[call-arg]  # what is refused
     with pytest.raises(mc.InputError, match=r"^load\(num_label\): no such argument; did you mean 'num_labels'\?$"):
         mc.load("gpt2", num_label=3)  # type: ignore[call-arg]  # what is refused
+    with pytest.raises(mc.InputError, match=r"^load\(attn_pdrop\): no such argument; config=\{'attn_dropout': \.\.\.\}$"):
+        mc.load("gpt2", attn_pdrop=0.0)  # type: ignore[call-arg]  # what is refused
     with pytest.raises(mc.InputError, match=r"^name: a dict; a preset, or a folder with a config\.json; config= changes"):
         mc.build({"layers": 2})  # type: ignore[arg-type]  # what is refused
     for dtype in (torch.int8, torch.complex64, "int8", torch.float8_e5m2):
