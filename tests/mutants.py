@@ -723,7 +723,7 @@ MUTANTS = (
            "test_data_chat.py::test_a_content_may_be_a_list_of_texts[lists]"),
     Mutant("a-tokenizer-too-small-advised", "data/tokenizer_open.py", "max(int(size), least(name))", "int(size)",
            "test_data_tokenizer.py::test_bad_specifications[bert:260-of your text .bpe:260, roberta:261, .* or bert-base-uncased, with the size that it has]", "AssertionError"),
-    Mutant("no-remedy-for-a-temperature-of-0", "cli/generate.py", 'if key == "temperature" and value and', 'if key == "temperature" and False and',
+    Mutant("no-remedy-for-a-temperature-of-0", "config/binding.py", 'wanted(kind, bounds) + instead', "wanted(kind, bounds)",
            "test_cli.py::test_refused[generate m p temperature=0]", "AssertionError"),
     Mutant("the-same-file-under-another-name-unknown", "data/read.py", "if os.path.realpath(name) in seen", "if name in seen",
            "test_data_read.py::test_files_that_are_trained_and_evaluated_on_are_known", "AssertionError"),

@@ -54,14 +54,9 @@ def generate(args: Arguments) -> Answer:
 
 
 def check_prompt(args: Arguments) -> None:
-    """Refuse a prompt that reads as a setting: `a = b` does not, `a=b and more` does; and the temperature that many write for no
-    sampling."""
+    """Refuse a prompt that reads as a setting: `a = b` does not, `a=b and more` does."""
     known = {f.name for f in fields(Generation)}
     for word in args.settings:
-        key, _, value = word.partition("=")
-        if key == "temperature" and value and not value.strip("0."):
-            wanted = "do_sample=false without a temperature, for the likeliest token each time; or a number above 0"
-            refuse(COMMAND_LINE, key, value, wanted)
         if " " in word and word.partition("=")[0] not in known:
             refuse(COMMAND_LINE, word, "reads as a setting, and there is none of this name", 'prompt="TEXT" if it is the prompt')
 

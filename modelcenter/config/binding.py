@@ -125,7 +125,8 @@ def _bounded(value: Any, kind: Any, file: Source, key: str, bounds: Mapping[str,
     low = value < bounds.get("min", value) or ("above" in bounds and value <= bounds["above"])
     high = value > bounds.get("max", value) or ("below" in bounds and value >= bounds["below"])
     if not finite or low or high:
-        refuse(_origin(key, file), key, short(value), wanted(kind, bounds))
+        instead = f", or {beyond}" if (beyond := bounds.get("beyond")) else ""
+        refuse(_origin(key, file), key, short(value), wanted(kind, bounds) + instead)
     return kind(value)
 
 

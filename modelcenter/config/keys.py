@@ -21,9 +21,10 @@ class Key(NamedTuple):
     help: str
 
 
-def says(help: str, **bounds: float) -> dict[str, Any]:
-    """The metadata of a field: what it means, and its bounds (`min`, `max`, `above`, `below`), for a text those of its length."""
-    return {"help": help, **bounds}
+def says(help: str, *, beyond: str = "", **bounds: float) -> dict[str, Any]:
+    """The metadata of a field: what it means, its bounds (`min`, `max`, `above`, `below`), for a text those of its length, and what
+    says the same as a number `beyond` them that many write."""
+    return {"help": help, "beyond": beyond, **bounds}
 
 
 def describe(cls: type, section: str = "") -> Iterator[Key]:

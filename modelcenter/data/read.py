@@ -140,8 +140,9 @@ def read_split(data: DataConfig) -> tuple[Part, Part]:
 
 def in_both(data: DataConfig) -> list[str]:
     """The files of `data.eval_path` that `data.path` has too, under whichever names."""
-    seen = {os.path.realpath(name) for name in names_of(data.path, data.format)}
-    return [name for name in names_of(data.eval_path, data.format, "data.eval_path") if os.path.realpath(name) in seen]
+    held = names_of(data.eval_path, data.format, "data.eval_path")
+    seen = {os.path.realpath(name) for name in names_of(data.path, data.format)} if held else ()
+    return [name for name in held if os.path.realpath(name) in seen]
 
 
 def names_of(path: str | tuple[str, ...] | dict[str, float] | None, format: Format, key: str = "data.path") -> list[str]:

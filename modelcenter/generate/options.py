@@ -48,7 +48,9 @@ class Options:
     )
     min_length: int = field(default=0, metadata=says("the same, including the prompt", min=0))
     do_sample: bool = field(default=False, metadata=says("sample each token instead of taking the likeliest"))
-    temperature: float = field(default=1.0, metadata=says("divides the scores before sampling", min=1e-6))
+    temperature: float = field(default=1.0, metadata=says(
+        "divides the scores before sampling", min=1e-6, beyond="none and do_sample=false, for the likeliest token each time"
+    ))  # fmt: skip
     top_k: int = field(default=50, metadata=says("sample among this many most likely tokens; 0: all", min=0))
     top_p: float = field(
         default=1.0, metadata=says("sample among the most likely tokens that together have this probability", above=0, max=1)
