@@ -316,6 +316,31 @@ def test_what_a_compiled_model_trains_may_change(change: Callable[[mc.Model], ob
     spawn(2, thawed, change, whole)
 
 
+def unannounced(rank: int, change: Callable[[mc.Model], object]) -> None:
+    """What torch 2.11 does not trace again for: `thawed`, by calls, where nothing is looked at after the first forward."""
+    ids, grads = torch.arange(24).view(2, 12), []
+    for machine in (None, COPIES):
+        model = mc.build("gpt2", config=TINY | {"positions": 64, **STILL}, machine=machine)
+        x = (ids if machine is None else ids[rank : rank + 1]).to(model.device)
+        model.decoder.requires_grad_(False)
+        with pytest.MonkeyPatch.context() as patch:
+            if machine is not None:
+                averaging.looked(averaging.KNOWN[model].name)
+                assert not any(p.requires_grad for p in model.decoder.parameters())
+                patch.setattr(averaging.Averaging, "watch", lambda self: None)
+            change(model)
+            for _ in range(2):
+                model.zero_grad()
+                model(x, labels=x).loss.backward()
+        grads.append([full(p.grad) for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("change", [only_blocks, other_positions])
+def test_what_a_compiled_model_trains_may_change_unseen(change: Callable[[mc.Model], object]) -> None:
+    spawn(2, unannounced, change)
+
+
 # ------------------------------------------------------------------------------------------------------------ as records
 
 

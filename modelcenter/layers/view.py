@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .. import ops
 from ..ops import Op
 from ..ops._graph import drawn
-from ..ops._mode import forwards, functional, on_gpu
+from ..ops._mode import exporting, forwards, functional, on_gpu
 from ..ops.relative_attention import covers, packed_by, sooner
 from .cache import Cache, Fixed
 from .onto import onto
@@ -254,7 +254,7 @@ class View:
         which torch has no CPU kernel, it takes a quarter of the time or less. Otherwise it pays only if the queries fill a tile;
         what is exported must not ask how many there are."""
         trains = torch.is_grad_enabled() and q.requires_grad
-        pays = dropout > 0 or (not torch.compiler.is_exporting() and q.size(2) >= 64) or (trains and q.dtype != torch.float32)
+        pays = dropout > 0 or (not exporting() and q.size(2) >= 64) or (trains and q.dtype != torch.float32)
         return pays and q.dtype == k.dtype == v.dtype and ops.attention.fast(q)
 
 

@@ -73,6 +73,11 @@ def part(x: object) -> bool:
     return PRETENCE.lasts and getattr(x, "part", False)
 
 
+def exporting() -> bool:
+    """Whether torch.export asks. torch 2.11's compiler takes torch.compiler.is_exporting() for true whenever it traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def unseen() -> bool:
     """Whether nothing intercepts calls: no compiler, no dispatch mode."""
     return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() <= PRETENCE.watchers

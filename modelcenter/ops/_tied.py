@@ -17,7 +17,8 @@ def whole(argument: int) -> None:
     """In a backward: mark that it returns a gradient with all elements of that tensor argument."""
     if unseen():
         node, which, task = summand(argument)
-        node.metadata[MARK] = which, task
+        if node is not None:  # frozen since a compiler, torch 2.11's, has traced the forward
+            node.metadata[MARK] = which, task
 
 
 def summed_to_whole(argument: int) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ._kernels import call, expect, hopper, in_bf16, modern
-from ._mode import fake, unseen
+from ._mode import exporting, fake, unseen
 from ._op import Kernel, op, raw, wide
 from .attention import one
 from .dropout import draw, kept, share
@@ -39,7 +39,7 @@ def spread(bias: Tensor, s: int, t: int, longest_k: int, prompt: int = 0) -> Ten
     """The bias of each query and key (h s t): the row of query s - 1 - i begins i elements further on."""
     if not s:
         return bias[:, :0, None].expand(-1, 0, t)
-    if torch.compiler.is_exporting():  # `unfold` would make t a number
+    if exporting():  # `unfold` would make t a number
         found = bias[:, torch.arange(t, device=bias.device) - torch.arange(1 - s, 1, device=bias.device)[:, None] + (longest_k - t)]
     else:
         found = bias[:, longest_k - t : longest_k + s - 1].unfold(1, t, 1).flip(1)

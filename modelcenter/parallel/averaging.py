@@ -16,16 +16,22 @@ does not, because the process that reads it may be alone.
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..ops._mode import exporting
 from .device import LOW
 
 BUCKET = 64 * 2**20  # bytes; 340 GB/s for all of a 13B's gradients at once on eight H200s are 290 for parts of this size
+
+
+NUMBERS = count()
+LOOKED: WeakValueDictionary[str, "Averaging"] = WeakValueDictionary()  # by their names
 
 
 class Averaging:
@@ -35,7 +41,9 @@ class Averaging:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self.model, self.group, self.waits = ref(model), group, False
+        self.model, self.group, self.waits, self.compiled = ref(model), group, False, False
+        self.name = str(next(NUMBERS))
+        LOOKED[self.name] = self
         self.hooks: dict[Tensor, Any] = {}  # of each trained parameter
         self.idle: set[Tensor] = set()  # without a gradient in the backward before: nobody waits for them
         self.forget()
@@ -49,11 +57,13 @@ class Averaging:
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         """Before a forward: parameters may have been added, frozen or thawed. A compiler watches once, while it traces this; the
-        list makes it trace again when other parameters are trained."""
-        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        list makes it trace again when other parameters are trained (torch 2.11 does not)."""
+        if torch.is_grad_enabled() and not exporting():
             if torch.compiler.is_compiling():
                 _ = [id(p) for p in model.parameters() if p.requires_grad]
-            looked(self)
+                looked(self.name)
+            else:
+                self.watch()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """That of the copy of the model, of whose hooks this is one. The copy is there, and has nothing yet; its parameters are
@@ -73,11 +83,15 @@ class Averaging:
         """Find out which parameters are trained now."""
         self.forget()  # of a backward that has failed
         model = self.model()
-        trained: list[Any] = [p for p in model.parameters() if p.requires_grad] if model is not None else []
+        trained: list[Any] = [p for p in model.parameters() if self.trains(p)] if model is not None else []
         if len(trained) != len(self.hooks) or not all(p in self.hooks for p in trained):
             self.take(trained)
         for p in trained:  # torch swaps what is below a DTensor that is cast or moved, and then calls no hook of before
             p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+
+    def trains(self, p: Tensor) -> bool:
+        """Whether a gradient may be formed; of a compiled model, also where one is only after a change that nobody here sees."""
+        return p.requires_grad or (self.compiled and p.is_leaf and p.is_floating_point())
 
     def take(self, trained: Sequence[Tensor]) -> None:
         self.idle, self.buckets = set(), buckets_of(trained)
@@ -95,7 +109,12 @@ class Averaging:
 
         for hook in self.hooks.values():
             hook.remove()
-        self.hooks = {p: p.register_post_accumulate_grad_hook(formed) for p in trained}
+        self.hooks = {}
+        for p in trained:
+            frozen = not p.requires_grad  # then torch registers none
+            self.hooks[p] = p.requires_grad_().register_post_accumulate_grad_hook(formed)
+            if frozen:
+                p.requires_grad_(False)
 
     def hear(self, p: Tensor) -> None:
         """A backward has computed a gradient: send each bucket that is complete, if all before it were sent."""
@@ -119,16 +138,23 @@ class Averaging:
         not expected."""
         for bucket in self.buckets[len(self.under_way) :]:
             self.send(bucket)
-        self.send(self.hooks)
+        self.send([*self.hooks, *self.unwatched()])
         for done in self.under_way:
             done()
         self.idle = self.hooks.keys() - self.formed
         self.forget()
 
+    def unwatched(self) -> list[Tensor]:
+        """Trained parameters of a compiled model that came after the compiler had traced it."""
+        model = self.model() if self.compiled else None
+        return [] if model is None else [p for p in model.parameters() if p.requires_grad and p not in self.hooks]
 
-def looked(averaging: Averaging) -> None:
-    """`watch`, which a compiler calls while it traces, and which is no part of what it compiles."""
-    averaging.watch()
+
+def looked(name: str) -> None:
+    """`watch` of a compiled model, which a compiler calls while it traces, and which is no part of what it compiles. torch 2.11's
+    passes on nothing but constants, which a number that varies is not."""
+    LOOKED[name].compiled = True
+    LOOKED[name].watch()
 
 
 looked._dynamo_marked_constant = True  # type: ignore[attr-defined]  # by torch.compiler.assume_constant_result, which imports it
