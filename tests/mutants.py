@@ -1950,6 +1950,8 @@ MUTANTS = (
     Mutant("planned-to-be-refused", "plan/layout.py", "in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):",
            "in (replace(machine, recompute=how) for how in RECOMPUTES):",
            "test_apply.py::test_what_the_compiler_cannot_do_is_refused_and_not_planned"),
+    Mutant("vectors-in-any-dtype", "layers/embedding.py", "    return x if same else x.to(dtype)\n", "    return x\n",
+           "test_forward.py::test_vectors_in_a_lower_dtype_leave_the_forward_in_that_of_the_weights[llama-3.2-1b]"),
     Mutant("a-model-that-its-hooks-hold", "parallel/averaging.py", "heard = WeakMethod(self.hear)", "heard = lambda: self.hear",
            "test_averaging.py::test_a_model_that_nobody_has_leaves_no_memory"),
     Mutant("copies-told-nothing-of-shards", "train/memory.py", "return [shared[0]] if shared else []", "return []",

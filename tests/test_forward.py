@@ -33,6 +33,8 @@ def built(name: str = "gpt2", **more: Any) -> Any:
     ({"input_ids": None, "inputs_embeds": torch.ones(7, 32)}, r"inputs_embeds: shape \[7, 32\]; \(batch, tokens, 32\)"),
     ({"input_ids": None, "inputs_embeds": torch.ones(1, 7, 31)}, r"inputs_embeds: shape \[1, 7, 31\]"),
     ({"labels": IDS, "num_items_in_batch": "7"}, "num_items_in_batch: '7'; a number above 0"),
+    ({"input_ids": None, "inputs_embeds": torch.ones(1, 7, 32).double()}, "inputs_embeds: torch.float64; torch.float32, the dtype"),
+    ({"input_ids": None, "inputs_embeds": torch.ones(1, 7, 32).long()}, "inputs_embeds: torch.int64; torch.float32"),
     ({"labels": IDS, "num_items_in_batch": 0}, "num_items_in_batch: 0"),
     ({"labels": IDS, "num_items_in_batch": torch.ones(2)}, "num_items_in_batch: tensor"),
     ({"labels": IDS, "logits_to_keep": 2}, "logits_to_keep: beside labels"),
@@ -46,6 +48,16 @@ def test_what_does_not_fit_is_refused(args: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{"labels": IDS + 60}, {"decoder_input_ids": IDS + 60}], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", "bloom-560m"])
+def test_vectors_in_a_lower_dtype_leave_the_forward_in_that_of_the_weights(name: str) -> None:
+    model, x = built(name), torch.randn(2, 5, 32).bfloat16()
+    torch.testing.assert_close(model(inputs_embeds=x).logits, model(inputs_embeds=x.float()).logits, rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs_embeds=x)
+    with pytest.raises(mc.InputError, match=r"^inputs_embeds: torch.float16; torch.bfloat16, the dtype of the model's embeddings"):
+        model.bfloat16()(inputs_embeds=x.half())
+
+
 def test_what_a_decoder_reads_is_named_for_what_it_is_made_of(given: dict[str, Any]) -> None:
     with pytest.raises(mc.InputError, match=r"^labels or decoder_input_ids: [0-9]+; 0 to 63, the model's vocabulary; "):
         built("t5-small")(IDS, **given)

@@ -1,5 +1,6 @@
 """Token, position and segment embeddings."""
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
@@ -41,7 +42,10 @@ class Embedding(nn.Module):
                 written: bool = False) -> Tensor:
         """`x`: token ids (b s) or vectors (b s dim); `positions` and `segments` (1|b s). `written`: the ids are made of labels, and
         an error says so. Returns b s dim."""
-        x = named("labels or decoder_input_ids" if written else "token ids", self.tokens, x, self.pad) if x.dim() == 2 else x
+        if x.dim() == 2:
+            x = named("labels or decoder_input_ids" if written else "token ids", self.tokens, x, self.pad)
+        else:
+            x = vectors(x, self.tokens.weight.dtype)
         if self.positions is not None:
             assert positions is not None
             x = x + named("position_ids", self.positions, positions)
@@ -55,6 +59,15 @@ class Embedding(nn.Module):
             x = x.to(low)
         out: Tensor = self.dropout(x)
         return out
+
+
+def vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is given in place of the rows of a table of that dtype. Weights are cast to the dtype of what they meet, so that vectors
+    in a lower one would make the whole forward one in low precision."""
+    same = x.is_floating_point() and autocast_dtype(x.device) is not None
+    if not same and not (x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype):
+        refuse(None, "inputs_embeds", str(x.dtype), f"{dtype}, the dtype of the model's embeddings")
+    return x if same else x.to(dtype)
 
 
 def named(what: str, table: nn.Embedding, ids: Tensor, pad: int | None = None) -> Tensor:
