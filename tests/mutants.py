@@ -1950,6 +1950,8 @@ MUTANTS = (
     Mutant("planned-to-be-refused", "plan/layout.py", "in filter(compiles, (replace(machine, recompute=how) for how in RECOMPUTES)):",
            "in (replace(machine, recompute=how) for how in RECOMPUTES):",
            "test_apply.py::test_what_the_compiler_cannot_do_is_refused_and_not_planned"),
+    Mutant("hidden-states-for-logits", "layers/output.py", "any(index > 0 for index in counted)", "False",
+           "test_forward.py::test_what_is_behind_a_loss_without_logits_is_asked_for_by_name[1]", "Failed"),
     Mutant("vectors-in-any-dtype", "layers/embedding.py", "    return x if same else x.to(dtype)\n", "    return x\n",
            "test_forward.py::test_vectors_in_a_lower_dtype_leave_the_forward_in_that_of_the_weights[llama-3.2-1b]"),
     Mutant("a-model-that-its-hooks-hold", "parallel/averaging.py", "heard = WeakMethod(self.hear)", "heard = lambda: self.hear",

@@ -58,6 +58,18 @@ def test_vectors_in_a_lower_dtype_leave_the_forward_in_that_of_the_weights(name:
         model.bfloat16()(inputs_embeds=x.half())
 
 
+@pytest.mark.parametrize("index", [1, slice(2), slice(1, None)], ids=str)
+def test_what_is_behind_a_loss_without_logits_is_asked_for_by_name(index: Any) -> None:
+    """Else hidden states would be taken for the logits that stand there in evaluation."""
+    model = built()
+    assert model(IDS, labels=IDS)[1].shape == (1, 7, 64)
+    out = model.train()(IDS, labels=IDS)
+    assert out[0] is out.loss and out[:1] == (out.loss,) and out[-1] is out.last_hidden_state
+    with pytest.raises(mc.InputError, match=r"^output: an index above 0 in training with labels, .*; model.eval\(\), or a key"):
+        out[index]
+
+
+@pytest.mark.parametrize("given", [{"labels": IDS + 60}, {"decoder_input_ids": IDS + 60}], ids=str)
 def test_what_a_decoder_reads_is_named_for_what_it_is_made_of(given: dict[str, Any]) -> None:
     with pytest.raises(mc.InputError, match=r"^labels or decoder_input_ids: [0-9]+; 0 to 63, the model's vocabulary; "):
         built("t5-small")(IDS, **given)

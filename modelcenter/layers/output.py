@@ -5,16 +5,18 @@ from typing import Any
 
 from torch.utils import _pytree
 
-from ..errors import nearest
+from ..errors import nearest, refuse
 from ..theirs import OUTPUT
 
 KEYS = ("loss", "logits", "last_hidden_state", "hidden_states", "past_key_values", "pooler_output", "embeddings", "start_logits",
         "end_logits")  # fmt: skip
+SCORES = ("logits", "embeddings", "start_logits")  # one of which stands behind the loss where a head computes any
 
 
 class Output(dict[Any, Any]):
     """What a forward returns: a mapping whose keys are also attributes. Either way can read and set a value, and both see the
-    change; setting None removes a key. As in transformers, an integer index counts the values that are present.
+    change; setting None removes a key. As in transformers, an integer index counts the values that are present; beside a loss
+    without scores, as in training, one above 0 is an `InputError`, because it would not be what it is in evaluation.
 
     Keys: loss, logits, last_hidden_state, hidden_states, past_key_values, and those that a head adds: pooler_output, embeddings,
     start_logits, end_logits. A key that this forward does not have reads as None, and is not among the items. Any other attribute
@@ -46,7 +48,14 @@ class Output(dict[Any, Any]):
             super().__setitem__(key, value)
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        values = self.to_tuple()
+        counted = range(len(values))[key] if isinstance(key, slice) else (key,)
+        if "loss" in self and self.keys().isdisjoint(SCORES) and any(index > 0 for index in counted):
+            found = "an index above 0 in training with labels, where no logits are behind the loss"
+            refuse(None, "output", found, "model.eval(), or a key: output.last_hidden_state")
+        return values[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.keys()))
