@@ -22,6 +22,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Loader
 from modelcenter.data.objective import find_objective, make_examples, texts_of
 from modelcenter.data.objectives.chat import conversation
+from modelcenter.data.read import read_records
 from modelcenter.data.record import Record
 from modelcenter.data.tokenizer import Tokenizer
 from modelcenter.data.tokenizer_open import load_tokenizer, open_tokenizer
@@ -453,6 +454,7 @@ def test_packed_conversations_are_the_same_sequences(tokenizer: Tokenizer, tmp_p
     (INST, r'[{"role": "user", "content": "\ud800"}]', "text that is not JSON .*surrogates"),
     (INST, [ASKED[0]], "no message of the assistant in any of 1 conv.*, only of user"),
     (INST, [ASKED[0], {"role": "assistant", "content": None}], "line 1: a message whose content is null; a role and a content"),
+    (INST, [{"from": ["human"], "value": "x"}], r"line 1: a turn is from \['human'\]; one of human, user"),
 ])  # fmt: skip
 def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: str) -> None:
     made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
@@ -460,6 +462,47 @@ def test_refusals(tokenizer: Tokenizer, source: str | None, turns: Any, said: st
     with pytest.raises(InputError, match=said) as error:
         make_examples("chat", rows([turns]), made, DataConfig())
     assert "\n" not in str(error.value)
+
+
+def test_a_call_that_the_template_leaves_out_is_refused(tokenizer: Tokenizer) -> None:
+    """Or the answer would be learned that nothing is said in its place."""
+    made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    for name, said in (("chatml", ""), ("plain", "I look."), ("plain", "")):
+        asked = [ASKED[0], {"role": "assistant", "content": said, **call}, {"role": "tool", "content": "4"}, ASKED[1]]
+        with pytest.raises(InputError, match=f"f: line 1: the chat template {name} leaves out tool_calls: .*; one that does, or"):
+            make_examples("chat", rows([asked]), made, DataConfig(chat_template=name))
+        assert len(make_examples("chat", rows([[ASKED[0], {**ASKED[1], "tool_calls": []}]]), made, DataConfig())) == 1
+    # a template that writes a call where there is one, and fails on a message without words
+    made.chat_template = ("{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls else m['content'] + '' }}\n{% endfor %}"
+                          "{% if add_generation_prompt %}{% endif %}")
+    assert len(make_examples("chat", rows([[ASKED[0], {"role": "assistant", **call}]]), made, DataConfig())) == 1
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["tools", "functions"])
+def test_the_nulls_of_a_table_are_no_arguments(tokenizer: Tokenizer, tmp_path: Path, older: bool) -> None:
+    """Arrow gives each struct the fields of all, at any depth; those of a file of JSON lines somebody wrote."""
+    made = Tokenizer(tokenizer.raw, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"})
+    made.chat_template = TOOLS
+    lines = []
+    for name, key, value in (("get", "city", "Paris"), ("time", "zone", {"hours": [1]}), ("time", "zone", {"name": "CET"})):
+        call, tool = {"name": name, "arguments": {key: value}}, {"name": name, "parameters": {"properties": {key: {"type": "x"}}}}
+        if not older:
+            call, tool = ({"type": "function", "function": one} for one in (call, tool))
+        asked = {"role": "assistant", "content": None, **({"function_call": call} if older else {"tool_calls": [call]})}
+        lines.append({"messages": [ASKED[0], asked, ASKED[1]], "functions" if older else "tools": [tool]})
+    lines[0]["messages"][1] = {**lines[0]["messages"][1], "content": "I look."}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = pytest.importorskip("pyarrow").Table.from_pylist(lines)
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    pytest.importorskip("datasets").Dataset(table).save_to_disk(tmp_path / "saved")
+    wanted, *found = ([tuple(side.tolist() for side in examples.at(0, k)) for k in range(3)]
+                      for name in ("a.jsonl", "a.parquet", "saved")
+                      for examples in [make_examples("chat", read_records(str(tmp_path / name)), made, DataConfig(seq_len=999))])
+    assert found == [wanted, wanted]
+    lines[0]["messages"] = json.dumps([ASKED[0], {"role": "assistant", "content": "", "tool_calls": [{"a": None}]}])
+    for unit in ("line", "row"):  # written as text, also in a table
+        assert conversation(Record(lines[0], "f", 1, unit=unit), DataConfig())[1]["tool_calls"] == [{"a": None}]
 
 
 def test_a_named_template_that_has_no_words_for_a_call_is_named(tokenizer: Tokenizer) -> None:

@@ -401,6 +401,28 @@ def test_labels_that_are_known_need_not_all_occur() -> None:
             find_objective("classify").names(rows(*({"label": v} for v in values)), DataConfig(), known if values == [3] else ())
 
 
+@pytest.mark.parametrize("objective", ["classify", "multilabel", "tag"])
+def test_numbers_are_not_places_in_the_alphabet(bert: Tokenizer, objective: str) -> None:
+    """In which entailment would be 1, where everybody means that by 0. Those of a data set's own order, or of a model's, are."""
+    def made(*values: Any) -> list[Record]:
+        return rows(*({"text": "a", "tokens": ["a"], "tags": [v], "label": v if objective == "classify" else [v]} for v in values))
+
+    trained = made("entailment", "neutral", "contradiction", "neutral")
+    names = find_objective(objective).names(trained, DataConfig())
+    assert names == ("contradiction", "entailment", "neutral")
+    make_examples(objective, trained, bert, DataConfig(), names=names)
+    key = "tags" if objective == "tag" else "label"
+    for value in (0, "2"):
+        with pytest.raises(InputError, match=f"line 2: {key}: {value!r} is a number, where the data to train on have names"):
+            make_examples(objective, made("neutral", value), bert, DataConfig(), names=names)
+        make_examples(objective, made("neutral", value), bert, DataConfig(), names=tuple(map(str, names)))  # a model's
+    own = find_objective(objective).names(made(*class_names(["no", "yes"])), DataConfig())
+    make_examples(objective, made(1), bert, DataConfig(), names=own)
+    for value in ("no", "LABEL_3"):  # of a model that has numbers for its classes
+        with pytest.raises(InputError, match=f"line 2: {key} has '{value}'; a number: this model's classes are the numbers 0 to 2"):
+            find_objective(objective).names(made("LABEL_1", value), DataConfig(), ("LABEL_0", "LABEL_1", "LABEL_2"))
+
+
 @pytest.mark.parametrize(("objective", "labels", "kind"), [
     ("classify", 3, "regression"), ("choice", 2, "multi_label_classification"), ("coreference", 2, "regression"),
     ("regress", 1, "single_label_classification"), ("multilabel", 3, "single_label_classification"),
@@ -520,6 +542,15 @@ def test_a_number_of_each_label_is_no_list_of_them(bert: Tokenizer) -> None:
         said = "line 2: label is .*, a 0 or a 1 for each label; the names or the numbers of those that apply"
         with pytest.raises(InputError, match=said):
             make_examples("multilabel", rows({"text": "a", "label": [0, 1]}, {"text": "a", "label": each}), bert, DataConfig())
+    for first, second in ((0, 1), ("0", "1"), (False, True)):  # of two labels, none of them twice: each would apply to all texts
+        each = [{"text": "a", "label": value} for value in ([first, second], [second, first], [first, second])]
+        for few in (each, each[:1]):
+            with pytest.raises(InputError, match=r"line 1: label is .*, a 0 or a 1 for each label; the names or the"):
+                make_examples("multilabel", rows(*few), bert, DataConfig(), names=("no", "yes") if few != each else None)
+        for more in ([first], [], [second]):
+            assert len(make_examples("multilabel", rows(*each, {"text": "a", "label": more}), bert, DataConfig())) == 4
+        assert len(make_examples("multilabel", rows(*each), bert, DataConfig(), names=("a", "b", "c"))) == 3
+    assert len(make_examples("multilabel", rows(*[{"text": "a", "label": "no, yes"}] * 2), bert, DataConfig())) == 2
 
 
 # ---- the sample that is shown

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tracemalloc
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -449,6 +450,16 @@ def test_a_number_in_a_text_of_several_fields() -> None:
             record.text(key, "data.text_key")
 
 
+def test_what_begins_as_a_list_is_soon_known_to_be_none() -> None:
+    """A text of 30,000 spaces behind a bracket took a minute."""
+    begun = process_time()
+    for text in (f"[{' ' * 30_000}words", f"[{'1 , ' * 9_000}words", f"['{' ' * 30_000}words"):
+        assert Record({}, "f", 1).unfolded("text", text) == text
+    assert process_time() - begun < 2
+    for text, value in (("[ ]", []), (" [ 1, 2 ]", [1, 2]), ('[\n"a", "]" ] ', ["a", "]"])):
+        assert Record({}, "f", 1).unfolded("text", text) == value
+
+
 def test_a_dot_goes_into_a_field() -> None:
     """Translation rows, as transformers' examples read them; a field whose name has a dot comes first."""
     row = Record({"translation": {"en": "a cat", "de": "eine Katze"}, "a.b": "whole", "a": {"b": "part"}, "n": 1}, "f", 3)
@@ -546,6 +557,21 @@ def test_an_object_may_stand_over_several_lines_and_articles_are_records(tmp_pat
         read_records(str(write(tmp_path / "bad.json", '{\n "text": "a",\n}')))
 
 
+def test_an_object_in_a_line_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SQuAD's own file is, of 30 MB; a line of several is still one that no text has."""
+    for module in ("source", "formats"):
+        monkeypatch.setattr(f"modelcenter.data.{module}.LONGEST_LINE", 4096)
+    long = {"title": "a", "paragraphs": [{"context": "c " * 4096, "qas": []}]}
+    for row, wanted in (({"data": [long, long], "version": "1.1"}, [long, long]), (long, [long])):
+        file = write(tmp_path / "one.json", "\ufeff" + json.dumps(row))
+        assert [r.fields for r in read_records(str(file))] == wanted
+    for end in "\n\r":  # many lines are as many objects
+        assert len(read_records(str(write(tmp_path / "lines.json", f'{{"text": "a"}}{end}' * 999)))) == 999
+    for content in (b'{"text": "a"}\n' + file.read_bytes()[3:], file.read_bytes() + b"\n{}", b"{" * 4097):
+        with pytest.raises(InputError, match=r"more\.json: line \d: (longer than 16 MiB|not JSON)"):
+            read_records(str(write(tmp_path / "more.json", content)))
+
+
 def test_a_file_that_shrinks_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 9)
     records = read_records(str(file))
@@ -576,6 +602,31 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist(rows[:0]), tmp_path / "c.parquet")
     with pytest.raises(InputError, match="no record"):
         read_records(str(tmp_path / "c.parquet"))
+
+
+def test_columns_that_nobody_asks_for(tmp_path: Path) -> None:
+    """Dates that Python has none for, broken images and sounds: each ended a run that reads the texts beside them."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    day, second = pa.array([5, 10**7], pa.int32()).cast(pa.date32()), pa.array([5, 10**15], pa.int64()).cast(pa.timestamp("s"))
+    within = pa.array([{"day": 5}, {"day": 10**7}], pa.struct([("day", pa.int32())])).cast(pa.struct([("day", pa.date32())]))
+    table = pa.table({"text": ["a", "b"], "day": day, "second": second, "within": within})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    broken = {"bytes": b"no picture", "path": "a.png"}
+    held = datasets.Dataset.from_dict({"image": [broken] * 2, "sounds": [[broken]] * 2})
+    held = held.cast_column("image", datasets.Image()).cast_column("sounds", datasets.List(datasets.Audio()))
+    held = datasets.concatenate_datasets([datasets.Dataset(table), held, datasets.Dataset.from_dict(
+        {"any": [{"a": 1}, [2]]}, features=datasets.Features({"any": datasets.Json()}))], axis=1)  # fmt: skip
+    held.save_to_disk(tmp_path / "saved")
+    for name in ("a.parquet", "saved"):
+        rows = list(read_records(str(tmp_path / name)))
+        assert [row.text("text", "data.text_key") for row in rows] == ["a", "b"] and str(rows[0].fields["day"]) == "1970-01-06"
+        assert str(rows[0].fields["within"]["day"]) == "1970-01-06"
+        for key in ("day", "second", "within"):
+            with pytest.raises(InputError, match=rf"{name}: row 2: {key} is \".*(out of range|too large).*\"; text"):
+                rows[1].text(key, "data.text_key")
+    assert [row.fields["any"] for row in rows] == [{"a": 1}, [2]]
+    assert rows[0].fields["image"] == broken and rows[0].fields["sounds"] == [broken]
 
 
 def test_the_hub_s_parquet_names_its_classes(tmp_path: Path) -> None:

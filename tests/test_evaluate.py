@@ -374,6 +374,11 @@ def test_a_classifier_is_judged_where_some_of_its_classes_do_not_occur(
             assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}"]) == 2
             found = f"file.jsonl: line {line}: label: 'bad' is no label that was trained; known: neg, neu, pos"
             assert found in capsys.readouterr().err
+    else:  # names would be numbered as the alphabet has them
+        file.write_text("".join(f'{{"text": "t", "label": "{label}"}}\n' for label in ("bad", "neu", "good")))
+        assert main(["evaluate", str(tmp_path / "model"), f"data.path={file}"]) == 2
+        found = "file.jsonl: line 1: label has 'bad'; a number: this model's classes are the numbers 0 to 2"
+        assert found in capsys.readouterr().err
     file.write_text('{"text": "t", "label": 2}\n' * 4)
     given = [f"model={tmp_path / 'model'}", f"data.path={file}", "data.seq_len=8", f"output_dir={tmp_path / 'out'}"]
     assert main(["train", "classify", *given]) == 2

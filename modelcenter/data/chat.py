@@ -106,6 +106,9 @@ class Template:
         """
         unmarkable(record, messages, tools)
         text = self.text(record, messages, tools)
+        if any(message.get("tool_calls") for message in messages) and not self.writes_calls(record, messages, tools, text):
+            wanted = "one that does, or no messages with tool_calls"
+            record.refuse(f"the chat template {self.own}leaves out tool_calls: an answer without them would be learned", wanted)
         weights = [message.get("weight") != 0 for message in messages if message.get("role") == "assistant"]
         if self.marked:
             plain, spans = unmarked(text)
@@ -126,6 +129,13 @@ class Template:
             return [(text, [span for _, spans in turns for span in spans])]
         return turns
 
+    def writes_calls(self, record: Record, messages: Sequence[Message], tools: Any, text: str) -> bool:
+        """Whether `text`, which is that of `messages`, says something of their calls."""
+        without = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+        try:
+            return self.text(record, without, tools) != text
+        except InputError:  # of a message without words
+            return True
 
     def tail(self) -> str:
         """What the assistant writes after its words; empty for a template that does not accept a plain question."""

@@ -206,12 +206,15 @@ def named(file: Path, names: list[str], number: int, row: list[str]) -> Record:
 
 
 def read_json(file: Path) -> Part:
-    """The records of a JSON file: a list of objects, one object over several lines, or one object a line. An object with SQuAD's
-    nesting gives a record for each article, so that some of them can be held out."""
+    """The records of a JSON file: a list of objects, one object over several lines or in a long one, or one object a line. An
+    object with SQuAD's nesting gives a record for each article, so that some of them can be held out."""
     source = Source(file)
-    begin = source.read(0, min(64, source.size)).removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = source.read(0, min(LONGEST_LINE + 1, source.size))
+    begin = head[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
     spread = begin.partition(b"\n")[0].strip() == b"{"  # as SQuAD's layout is often written: a line of its own is no object
-    if not begin.startswith(b"[") and not spread and (len(lines := JsonLines(file)) != 1 or articles(lines[0].fields) is None):
+    long = begin.startswith(b"{") and len(head) > LONGEST_LINE and b"\n" not in head and b"\r" not in head  # as SQuAD's own file is
+    whole = begin.startswith(b"[") or spread or long
+    if not whole and (len(lines := JsonLines(file)) != 1 or articles(lines[0].fields) is None):
         return lines
     items = parse(source.text(0, source.size), file, None, "a JSON list of objects, or one object a line")
     if isinstance(items, dict):

@@ -11,14 +11,18 @@ from .record import Record, declared
 MOST = 10_000_000  # classes that go by number: what has more are no classes, and a name for each would take all memory
 
 
+class Sorted(str):
+    """The name of a label whose number is its place in the alphabet: nobody who numbers labels means that."""
+
+
 def label_names(
     records: Sequence[Record], labels: Callable[[Record], Iterable[Any]], key: str, known: Names = (), *, gaps: bool = True
 ) -> tuple[str, ...]:
     """The names of the labels of `records`, which `labels` finds in one, in the order of their numbers: those `known`, if all that
     occur are among them; those of a data set that numbers its labels, whether they occur or not, in its order (class 1, which F1 is
     about, is then the data set's); LABEL_0 ... for numbers, up to the highest, each of which must occur unless there may be `gaps`;
-    else the names that occur, sorted. `key`: the field that holds them, for what is refused: names beside numbers, numbers below 0,
-    fewer than two labels."""
+    else the names that occur, sorted. `key`: the field that holds them, for what is refused: names beside numbers, or where those
+    `known` are numbers, numbers below 0, fewer than two labels."""
     values = {label for record in records for label in labels(record)}
     if among(values, known):
         return known
@@ -26,10 +30,13 @@ def label_names(
     if (own := declared(values)) is not None:
         names = own
     elif None in numbers:
+        unnamed = known[:1] == ("LABEL_0",)  # then sorted names would get the numbers of any classes
         for record in records:
+            if unnamed and (odd := [label for label in labels(record) if label not in known and label_number(label) is None]):
+                record.refuse(f"{key} has {odd[0]!r}", f"a number: this model's classes are the numbers 0 to {len(known) - 1}")
             if odd := [label for label in labels(record) if not isinstance(label, str)]:
                 record.refuse(f"{key} has {odd[0]!r}", "a name, as elsewhere in the data")
-        names = tuple(sorted(values))
+        names = tuple(map(Sorted, sorted(values)))
         tell_alike(records[0].file, key, names)
     else:
         there = sorted(n for n in numbers if n is not None)
@@ -61,6 +68,8 @@ def index_of(record: Record, label: Any, names: Sequence[str], key: str) -> int:
     if number is None or not 0 <= number < len(names):
         known = nearest(label, names) if number is None else f"0 to {len(names) - 1} are known"
         record.refuse(f"{key}: {label!r} is no label that was trained", known)
+    if isinstance(names[number], Sorted):
+        record.refuse(f"{key}: {label!r} is a number, where the data to train on have names", nearest(label, names))
     return number
 
 

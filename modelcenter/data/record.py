@@ -16,7 +16,7 @@ from ..parallel.watch import beat
 
 NAME = 40  # characters of a field's name at most
 FIELD = re.compile(r"\{([^{}]+)\}")
-LIST = re.compile(r"""\s*\[\s*(?:["'].*["']\s*|[\d\s,]*)\]\s*""", re.DOTALL)  # of texts, or of numbers
+LIST = re.compile(r"""\s*\[(?:\s*["'].*["']\s*|[\d\s,]*)\]\s*""", re.DOTALL)  # of texts, or of numbers
 CHATS, PAIRS = "the recipe instruct", "finetune with data.prompt_key and data.response_key"
 ROWS = {  # what rows of these fields are for, where another field is looked for in vain
     ("messages",): CHATS, ("conversations",): CHATS, ("instruction", "output"): CHATS,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,46 @@ class Parquet(Part):
             self.group = group
         assert self.rows is not None
         place = index - (int(self.ends[group - 1]) if group else 0)
-        fields = {key: column[place].as_py() for key, column in zip(self.rows.column_names, self.rows.columns, strict=True)}
-        return Record(named(fields, self.classes), self.name, index + 1, unit="row")
+        return Record(named(row_of(self.rows, place), self.classes), self.name, index + 1, unit="row")
 
 
 class Dataset(Part):
     """The rows of a `datasets.Dataset`."""
 
     def __init__(self, data: Any, name: str) -> None:
-        self.data, self.name = data.with_format(None), name  # a set that was saved in numpy's gives arrays, or some columns alone
+        self.data, self.name = data.with_format("arrow"), name  # one that was saved in numpy's gives some columns alone
         self.classes = classes_of(data.features.to_dict())
+        self.kinds = type(data.features)(unopened(data.features))
 
     def __len__(self) -> int:
         return len(self.data)
 
     def at(self, index: int) -> Record:
-        return Record(named(dict(self.data[index]), self.classes), self.name, index + 1, unit="row")
+        fields = self.kinds.decode_example(row_of(self.data[index], 0))
+        return Record(named(fields, self.classes), self.name, index + 1, unit="row")
+
+
+def row_of(table: Any, place: int) -> dict[str, Any]:
+    """The fields of the row at `place`. One for which Python has no value, such as a date beyond the year 9999, is the error that
+    says so, which is refused where the field is asked for."""
+
+    def value(cell: Any) -> Any:
+        try:
+            return cell.as_py()
+        except Exception as e:  # each type has its own
+            return e.with_traceback(None)
+
+    return {key: value(column[place]) for key, column in zip(table.column_names, table.columns, strict=True)}
+
+
+def unopened(kind: Any) -> Any:
+    """A dataset's features, in which images, sounds and the like stay bytes: no objective asks for them, and some may be broken."""
+    if isinstance(kind, dict | list):
+        return {key: unopened(inner) for key, inner in kind.items()} if isinstance(kind, dict) else [unopened(kind[0])]
+    if hasattr(kind, "feature"):
+        return replace(kind, feature=unopened(kind.feature))
+    opens = getattr(kind, "decode", None) is True and type(kind).__name__ != "Json"
+    return replace(kind, decode=False) if opens else kind
 
 
 def classes_of(kinds: Mapping[str, Any]) -> dict[str, list[ClassName]]:

@@ -121,7 +121,7 @@ def conversation(record: Record, data: DataConfig) -> list[dict[str, Any]]:
             record.refuse(f"history has {str(odd[0])[:60]!r}", "a list of [question, answer]")
         messages = [{"role": role, "content": said} for a, b in pairs for role, said in (("user", a), ("assistant", b))]
     else:
-        given = record.get(key := key or KEYS[0], "data.messages_key")
+        given = unfilled(record, record.get(key := key or KEYS[0], "data.messages_key"))
         given = listed(record, key, "messages") if isinstance(given, str) else given
         if not isinstance(given, list) or not given or not all(isinstance(message, Mapping) for message in given):
             record.refuse(f"{key} is {str(given)[:60]!r}", 'a list of {"role": ..., "content": ...}')
@@ -152,17 +152,28 @@ def tools_of(record: Record) -> Any:
 
 def listed(record: Record, key: str, of: str) -> list[Any] | None:
     """The list in the field `key`, which may be JSON, because a table can hold it only so; None without."""
-    found = record.loaded(key, next(reached(record.fields, key), None), f"a list of {of}, or its JSON")
+    given = unfilled(record, next(reached(record.fields, key), None))
+    found = record.loaded(key, given, f"a list of {of}, or its JSON")
     if not isinstance(found, list | None):
         record.refuse(f"{key} is {str(found)[:60]!r}", f"a list of {of}, or its JSON")
     return found
+
+
+def unfilled(record: Record, value: Any) -> Any:
+    """`value` as its writer gave it: without the nulls that a table puts into each mapping for the fields that another row's has,
+    such as the arguments of another tool."""
+    if record.unit == "row" and isinstance(value, list):
+        return [unfilled(record, one) for one in value]
+    if record.unit == "row" and isinstance(value, dict):
+        return {key: unfilled(record, one) for key, one in value.items() if one is not None}
+    return value
 
 
 def message_of(record: Record, message: Mapping[str, Any]) -> dict[str, Any]:
     """One message without its null values, as transformers' templates get it: what OpenAI once called `function_call` and the role
     `function` by its later names."""
     if "role" not in message and "from" in message:
-        if message["from"] not in SHAREGPT:
+        if message["from"] not in list(SHAREGPT):  # it may be a list itself, which is no key
             record.refuse(f"a turn is from {message['from']!r}", f"one of {', '.join(SHAREGPT)}")
         message = {"role": SHAREGPT[message["from"]], "content": message.get("value"), "weight": message.get("weight")}
     if call := message.get("function_call"):

@@ -5,7 +5,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -178,6 +178,13 @@ class Labelled(Packable):
 class Several(Labelled):
     """One text or two, and any number of the labels `names`."""
 
+    def __init__(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> None:
+        key = data.label_key
+        vectors = ([*map(label_number, labels_of(record, key))] in ([0, 1], [1, 0]) for record in records)
+        if len(read.names) == 2 and all(vectors):  # else both labels would apply everywhere
+            refuse_vector(records[0], key, labels_of(records[0], key))
+        super().__init__(records, read, data)
+
     def holder(self) -> Any:
         return Ragged()
 
@@ -226,5 +233,9 @@ def labels_of(record: Record, key: str) -> list[Any]:
     if not isinstance(value, list | tuple) or not all(isinstance(label, str | int) for label in value):
         record.refuse(f"{key} is {str(value)[:60]!r}", "a list of labels (data.label_key names the field)")
     if len(numbers := {label_number(label) for label in value}) < len(value) and numbers <= {0, 1}:
-        record.refuse(f"{key} is {str(value)[:60]}, a 0 or a 1 for each label", "the names or the numbers of those that apply")
+        refuse_vector(record, key, value)
     return list(value)
+
+
+def refuse_vector(record: Record, key: str, value: Sequence[Any]) -> NoReturn:
+    record.refuse(f"{key} is {str(value)[:60]}, a 0 or a 1 for each label", "the names or the numbers of those that apply")
