@@ -182,7 +182,7 @@ def load(
             warn_of_infinite(model, folder)
         if saved is None:
             measure(model)
-        model.companions = companions(path) if saved is None else companions(saved.folder, path)
+        model.companions = model.brought = companions(path) if saved is None else companions(saved.folder, path)
         model.revision = source.revision
         model.source = source.told
     return model.eval()

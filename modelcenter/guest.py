@@ -37,6 +37,8 @@ class Guest(nn.Module):
     """The part of a `Model` that serves programs written for transformers: names that they expect, and things that they change."""
 
     accepts_loss_kwargs = True  # every head divides its summed loss by `num_items_in_batch`
+    input_modalities = "text"  # a pipeline's repr
+    base_model_prefix = ""  # what a pipeline names in an error; no module here holds all but the head
     head: Any
     shared: Any
     load_report: Any
@@ -223,8 +225,16 @@ class Guest(nn.Module):
         """Whether the head, or what peft has put around it, gives scores over the vocabulary."""
         return hasattr(self.head, "shift")
 
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """What a decoder reads to write `labels` (b s), which may be packed (`shift_right`); transformers' collators call this."""
+    @property
+    def prepare_decoder_input_ids_from_labels(self) -> Callable[..., Tensor]:
+        """What a decoder reads to write labels: transformers' collators call this, and take a model that has it for one with a
+        decoder of its own."""
+        if not self.encoder_decoder:
+            raise AttributeError
+        return self.begun
+
+    def begun(self, labels: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """What a decoder reads to write `labels` (b s), which may be packed (`shift_right`)."""
         config: Any = self.config
         return shift_right(labels, lengths, config.start, config.file.get("pad_token_id") or 0)
 

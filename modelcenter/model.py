@@ -1,5 +1,6 @@
 """The base class of all families: `Model`, with its `Preset`s and `Task`s."""
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -85,6 +86,7 @@ class Model(Guest):
     shapes: dict[str, Shape]  # of the parameters as a file holds them: no padding, not sharded
     load_report: LoadReport
     companions: Mapping[str, bytes]  # tokenizer and generation files that travel with the weights
+    brought: Mapping[str, bytes] = {}  # those of them that were beside the weights
     source: str | None = None  # where the weights came from: a hub id, or a folder's whole path
     revision: str | None = None  # of the hub id, if one was asked for
     adapter: AdapterConfig | None = None  # what is trained in place of the weights
@@ -189,7 +191,7 @@ class Model(Guest):
             refuse(None, "use_cache", "true where the backward runs blocks anew, which would read their own tokens as past ones",
                    "leave it out of training")
         if self.encoder_decoder and decoder_input_ids is None and labels is not None:
-            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, cu_seq_lens_q)
+            decoder_input_ids = self.begun(labels, cu_seq_lens_q)
         batch = batch_of(
             input_ids if inputs_embeds is None else inputs_embeds, mask=attention_mask, positions=position_ids, labels=labels,
             segments=token_type_ids, target=decoder_input_ids, target_mask=decoder_attention_mask, lengths_q=cu_seq_lens_q,
@@ -316,17 +318,19 @@ class Model(Guest):
     @arguments(SAVE)
     def save_pretrained(self, folder: str | PathLike[str], *, max_shard_size: str | int = "5GB") -> None:
         """Write a folder that transformers and `from_pretrained` open: safetensors files of at most `max_shard_size` each (bytes,
-        or a text such as "5GB"), config.json, and the tokenizer that the model came with. If the model has an adapter, only the
-        adapter is written, in peft's format. The folder appears complete or not at all. Errors: `InputError`."""
+        or a text such as "5GB"), config.json, and the tokenizer that the model came with, unless the folder has one already. If
+        the model has an adapter, only the adapter is written, in peft's format. The folder appears complete or not at all. Errors:
+        `InputError`."""
         if not isinstance(folder, str | PathLike):
             refuse(None, "folder", f"a {type(folder).__name__}", "the name of the folder to write")
         settle(self)
         self.settle_options()
         self.check_tied()
+        path = Path(os.path.expanduser(folder))
         if self.adapter is not None:
-            save_adapter(self, Path(folder))
+            save_adapter(self, path)
         else:
-            save_model(self, Path(folder), max_shard_size)
+            save_model(self, path, max_shard_size)
 
     generate = generate_tokens  # type: ignore[has-type, unused-ignore]  # in an import cycle mypy meets it with or without its type
 

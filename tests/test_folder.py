@@ -428,3 +428,10 @@ def test_the_folder_of_a_run_says_where_its_model_is(tmp_path):
 def test_a_home_that_nobody_has_is_no_folder(make: Callable[[str], object]) -> None:
     with pytest.raises(InputError, match=r"~nobody-of-that-name/x.*a preset"):
         make("~nobody-of-that-name/x")
+
+
+def test_a_folder_in_ones_home_is_written_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    build("gpt2", config={"layers": 1, "dim": 32, "heads": 2, "vocab": 50, "positions": 8}).save_pretrained("~/model")
+    assert load("~/model").source == str(tmp_path / "model")

@@ -4,6 +4,7 @@ copied and belongs to one model; and torch's defaults of dtype and device change
 import copy
 import warnings
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,9 @@ def built(name: str = "gpt2", **more: Any) -> Any:
     ({"token_type_ids": IDS[:, :3]}, r"token_type_ids: shape \[1, 3\]; \[1, 7\]"),
     ({"input_ids": None, "inputs_embeds": torch.ones(7, 32)}, r"inputs_embeds: shape \[7, 32\]; \(batch, tokens, 32\)"),
     ({"input_ids": None, "inputs_embeds": torch.ones(1, 7, 31)}, r"inputs_embeds: shape \[1, 7, 31\]"),
-    ({"labels": IDS, "num_items_in_batch": "7"}, "num_items_in_batch: '7'; a number above 0"),
     ({"input_ids": None, "inputs_embeds": torch.ones(1, 7, 32).double()}, "inputs_embeds: torch.float64; torch.float32, the dtype"),
     ({"input_ids": None, "inputs_embeds": torch.ones(1, 7, 32).long()}, "inputs_embeds: torch.int64; torch.float32"),
+    ({"labels": IDS, "num_items_in_batch": "7"}, "num_items_in_batch: '7'; a number above 0"),
     ({"labels": IDS, "num_items_in_batch": 0}, "num_items_in_batch: 0"),
     ({"labels": IDS, "num_items_in_batch": torch.ones(2)}, "num_items_in_batch: tensor"),
     ({"labels": IDS, "logits_to_keep": 2}, "logits_to_keep: beside labels"),
@@ -47,7 +48,6 @@ def test_what_does_not_fit_is_refused(args: dict[str, Any], said: str) -> None:
         built()(**{"input_ids": IDS, **args})
 
 
-@pytest.mark.parametrize("given", [{"labels": IDS + 60}, {"decoder_input_ids": IDS + 60}], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", "bloom-560m"])
 def test_vectors_in_a_lower_dtype_leave_the_forward_in_that_of_the_weights(name: str) -> None:
     model, x = built(name), torch.randn(2, 5, 32).bfloat16()
@@ -211,3 +211,25 @@ def test_weights_that_fp16_cannot_hold_are_named_once_they_are_read(tmp_path: Pa
         for read in later:
             read()
     assert [str(w.message).partition(": ")[2].partition(":")[0] for w in seen] == ["embed.tokens.weight"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", "t5-small"])
+def test_a_head_without_values_gives_no_scores(name: str) -> None:
+    model = built(name)
+    model.head.to("meta")
+    with pytest.raises(ValueError, match=r"^a product's tensors are on cpu and meta; all have values, or none has"):
+        model(IDS, **({"decoder_input_ids": IDS} if name == "t5-small" else {}))
+
+
+def test_hidden_states_are_of_their_own_call() -> None:
+    """Of no other that another thread makes meanwhile."""
+    model, others = built(), list[Thread]()
+
+    def between(*_: object) -> None:
+        if not others:
+            others.append(Thread(target=model, args=(IDS,)))
+            others[0].start()
+            others[0].join()
+
+    model.decoder.blocks[1].attn.register_forward_pre_hook(between)
+    assert len(model(IDS, output_hidden_states=True).hidden_states) == 3 and others

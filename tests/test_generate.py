@@ -97,6 +97,14 @@ def test_the_prompt_stands_and_the_mode_is_left() -> None:
         assert ours.training is training and torch.equal(out[:, :11], prompt()) and out.shape == (2, 14)
 
 
+def test_each_part_is_left_in_its_mode() -> None:
+    _, ours = zoo.pair(GPT)
+    ours.train().decoder.blocks[0].eval()
+    before = {name: module.training for name, module in ours.named_modules()}
+    ours.generate(prompt(), max_new_tokens=2)
+    assert {name: module.training for name, module in ours.named_modules()} == before
+
+
 def test_sampling_repeats_by_its_seed_and_touches_no_other_randomness() -> None:
     _, ours = zoo.pair(GPT)
     before = torch.get_rng_state()
@@ -468,6 +476,8 @@ def test_transformers_streamers_show_what_they_show_there(case: Case) -> None:
         return texts
 
     assert shown(ours) == shown(theirs) and len("".join(shown(ours))) == 5
+    with pytest.raises(ValueError, match="only supports batch size 1"):  # or two samples would be one text
+        ours.generate(ids, do_sample=True, num_return_sequences=2, streamer=TextStreamer(Letters()))
 
 
 def test_memory_is_taken_once_and_filled_in_place() -> None:

@@ -497,3 +497,46 @@ def test_a_pipeline_takes_ours(kind: str, task: str, name: Any, monkeypatch: pyt
     transformers.pipeline("text-classification" if task == "tag" else "token-classification", model=quiet(kind, task)[1],
                           tokenizer=tokenizer(), device="cpu")  # fmt: skip
     assert "is not supported for" in said[-1].getMessage()
+
+
+def test_a_pipeline_without_a_mask_says_so() -> None:
+    pipe = transformers.pipeline("fill-mask", model=quiet("bert", "mlm")[1], tokenizer=tokenizer(), device="cpu")
+    assert "'input_modalities': 'text'" in repr(pipe)
+    with pytest.raises(transformers.pipelines.PipelineException, match=r"No mask_token \(\[MASK\]\) found"):
+        pipe("w5 w9")
+
+
+def test_a_collator_for_pairs_takes_a_causal_model() -> None:
+    """It has a model make a decoder's ids from labels, if the model has the method for it."""
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    (_, causal), (_, pairs) = quiet("gpt2", "lm"), quiet("t5", "seq2seq")
+    assert "decoder_input_ids" not in transformers.DataCollatorForSeq2Seq(tokenizer(), model=causal)(rows)
+    found = transformers.DataCollatorForSeq2Seq(tokenizer(), model=pairs)(rows)["decoder_input_ids"]
+    assert found[:, 1:].tolist() == [[5, 6], [8, 0]]
+
+
+@pytest.mark.parametrize("adapter", [None, mc.AdapterConfig(name="lora", rank=2)], ids=["whole", "adapter"])
+def test_a_tokenizer_that_is_there_stays(adapter: Any, tmp_path: Path) -> None:
+    source, changed, other = (tmp_path / name for name in ("source", "changed", "other"))
+    mc.build("gpt2", config=SIZES | {"vocab": 128}).save_pretrained(source)
+    tokenizer().save_pretrained(source)
+    model, words = mc.load(source, adapter=adapter), transformers.AutoTokenizer.from_pretrained(source)
+    words.add_tokens(["<new>"])
+    model.resize_token_embeddings(129)
+    words.save_pretrained(changed)
+    for _ in range(2):  # into the tokenizer's folder, and over the model's own
+        model.save_pretrained(changed)
+        assert len(transformers.AutoTokenizer.from_pretrained(changed)) == mc.load(changed).config.vocab == 129
+    model.save_pretrained(other)
+    assert (other / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    model.companions = {"tokenizer.json": b"{}"}  # as a run gives its own
+    model.save_pretrained(changed)
+    assert (changed / "tokenizer.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("told", [None, "CAUSAL_LM"])
+def test_a_folder_of_peft_by_our_names_says_who_opens_it(told: str | None, tmp_path: Path) -> None:
+    tuned = peft.get_peft_model(quiet("gpt2", "lm")[1], peft.LoraConfig(target_modules=["q"], r=4, task_type=told))
+    tuned.save_pretrained(tmp_path)
+    with pytest.raises(mc.InputError, match=r": trained by peft on a model of this package, .*; peft.PeftModel.from_pretrained\("):
+        mc.load(tmp_path)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from .folder import CONFIG, PREFIX, TASK_TYPES, WEIGHTS, A, B, M, copies
 if TYPE_CHECKING:
     from ..model import Model
 
+OURS = re.compile(re.escape(PREFIX) + r"((en|de)coder\.blocks\.\d|embed\.tokens\.|head\.out\.)")  # a name of this package's
 SETTLED = ("prefix_lm", "pad_token_id")  # keys of config.json by which a model reads, and which training may have changed
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva")}  # others change the base, or more
 READ = {"peft_type", "task_type", "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "use_rslora",
@@ -238,15 +239,22 @@ def read_adapter(folder: str | os.PathLike[str]) -> Saved:
     return Saved(folder, config, base, task_type, tensors, *patterns, revision, named, frozenset(frozen), made_for)
 
 
+def names_in(folder: Path) -> Iterable[str]:
+    """The names of the tensors of an adapter's folder; none if they are in a `.bin`, or missing."""
+    file = adapter_weights(folder)
+    return read_header(file).tensors if file.name == WEIGHTS and file.is_file() else ()
+
+
 def read_settings(file: Path) -> dict[str, Any]:
     """The content of adapter_config.json, checked, with peft's defaults for what it leaves out."""
     said = read_json(file)
     if not isinstance(said, dict) or said.get("peft_type") != "LORA":
         refuse(file, "peft_type", repr(said.get("peft_type") if isinstance(said, dict) else said), "LORA (or DoRA, rsLoRA)")
-    made_for = said.get("auto_mapping")
-    if isinstance(made_for, dict) and str(made_for.get("parent_library")).startswith("modelcenter."):
+    made_for = said.get("auto_mapping")  # which peft writes only where nobody has told it the task
+    known = isinstance(made_for, dict) and str(made_for.get("parent_library")).startswith("modelcenter.")
+    if known or any(map(OURS.match, names_in(file.parent))):
         way = f"peft.PeftModel.from_pretrained(mc.load(BASE), {str(file.parent)!r})"
-        refuse(file, "auto_mapping", "trained by peft on a model of this package, by its names", way)
+        refuse(file, None, "trained by peft on a model of this package, by its names", way)
     for key, value in said.items():
         if (key in PLAIN and value not in PLAIN[key]) or (key not in READ | IDLE and value):
             refuse(file, key, repr(value), "an adapter of LoRA, DoRA or rsLoRA without this")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from ..checkpoint.files import ADAPTER_BIN
+from ..checkpoint.files import ADAPTER_BIN, only_words
 from ..checkpoint.load import whole
-from ..checkpoint.save import awaited, config_json, warn_of_left
+from ..checkpoint.save import awaited, carried, config_json, warn_of_left
 from ..checkpoint.sentence import files_of
 from ..checkpoint.write import MODULES, Item, write_shard
 from ..errors import refuse
@@ -50,7 +50,7 @@ def save_adapter(model: "Model", folder: Path) -> None:
     if model.task in LABELLED and head not in modules:  # which peft would look for in the folder
         content["task_type"] = None
     kind = next(iter(model.parameters())).dtype
-    files = {**model.companions, **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
+    files = {**carried(model, folder), **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
     files[CONFIG] = (json.dumps(content, indent=2) + "\n").encode()
     if not dist.is_initialized() or dist.get_rank() == 0:
         write(folder, tensors, files, {"format": "pt"} | ({"quantize": config.quantize} if config.quantize != "none" else {}))
@@ -160,11 +160,11 @@ def plain(x: float) -> float:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
-    """Write all files in one step. `folder` may be absent, empty or an adapter's."""
+    """Write all files in one step. `folder` may be absent, empty, a tokenizer's or an adapter's."""
     with disk_errors(folder):
         target = folder.resolve()
         there = target.is_dir() and any(target.iterdir())
-        if target.exists() and (not target.is_dir() or (there and not is_adapter(target))):
+        if target.exists() and (not target.is_dir() or (there and not is_adapter(target) and not only_words(target))):
             refuse(target, None, "exists and is no adapter's folder", "an empty folder, an adapter's or a new name")
         items = [Item(name, tuple(t.shape), t.dtype, partial(tensors.__getitem__, name)) for name, t in tensors.items()]
         check_space(target, 2**20 + sum(item.size for item in items) + sum(map(len, files.values())))

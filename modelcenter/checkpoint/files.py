@@ -19,6 +19,10 @@ from .strict_json import read_json
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTER_BIN = "adapter_model.bin"  # as peft wrote it in its first year
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 PLACE = re.compile(r"[\w-][\w.-]{0,63}", re.ASCII)  # the folder of a module of sentence-transformers'
 
@@ -84,6 +88,11 @@ def read_index(path: str | os.PathLike[str]) -> Index:
     if headers and said is not None and said != size:
         warnings.warn(f"{path}: total_size: {said}; the tensors hold {size} bytes", stacklevel=2)
     return index
+
+
+def only_words(folder: str | os.PathLike[str]) -> bool:
+    """Whether all in `folder` is a tokenizer's, which was saved before its model."""
+    return set(os.listdir(folder)) <= set(TOKENIZER)
 
 
 def weighs(folder: str | os.PathLike[str]) -> bool:

@@ -19,6 +19,7 @@ from ..errors import InputError, refuse, tell
 from .atomic import disk_errors, write_new
 from .config import write as keys_of
 from .exchange import Slot, write
+from .files import TOKENIZER
 from .group import Group
 from .load import local, whole
 from .regular import check_inside
@@ -28,13 +29,7 @@ from .write import Item, arranged, layout, parse_size, save_folder
 if TYPE_CHECKING:
     from ..model import Model
 
-COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja",
-    GENERATION := "generation_config.json",
-)  # fmt: skip
-
-
+COMPANIONS = (*TOKENIZER, GENERATION := "generation_config.json")
 PATIENCE = 30.0  # seconds after which a process that waits for the others says so
 
 
@@ -49,6 +44,14 @@ def companions(folder: Path, base: Path | None = None) -> dict[str, bytes]:
     return {name: data for name, data in under.items() if name == GENERATION or own.keys() <= {GENERATION}} | own
 
 
+def carried(model: "Model", folder: Path) -> dict[str, bytes]:
+    """The companions to be written to `folder`. A tokenizer that is there stays: it may have more words than the one that came with
+    the weights. One that the model was given since, as a run gives it its own, is written all the same."""
+    stays = any((folder / name).is_file() for name in TOKENIZER)
+    return {name: data for name, data in model.companions.items()
+            if not (stays and name in TOKENIZER and data is model.brought.get(name))}  # fmt: skip
+
+
 def save_model(model: "Model", folder: Path, max_shard_size: str | int) -> None:
     """Write weights, config.json and companions. With several ranks each writes a part of the files, and none gathers a tensor; all
     return when the folder is complete. Errors: `InputError`, on all ranks if on one."""
@@ -60,7 +63,7 @@ def save_model(model: "Model", folder: Path, max_shard_size: str | int) -> None:
     wholes = {name: partial(whole, parameters[name], shape) for name, shape in model.shapes.items()}
     saved = names.save(wholes, model.shapes, bare=model.bare)
     items = [Item(theirs, shape, kinds[theirs], make) for theirs, shape, make in saved]
-    extra = {**model.companions, **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
+    extra = {**carried(model, folder), **files_of(model.head, model.config.dim, kind), "config.json": config_json(model, kind)}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         save_folder(folder, items, max_shard_size=max_shard_size, extra_files=extra)
         return

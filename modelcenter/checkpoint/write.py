@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import refuse
 from .atomic import check_space, commit_folder, disk_errors, replace_folder, staging, write_new
-from .files import ADAPTER, PLACE
+from .files import ADAPTER, PLACE, only_words
 from .folder import DTYPES, raw
 from .header import BITS, RANK_LIMIT, TENSOR_LIMIT, check_name
 
@@ -78,10 +78,10 @@ def save_folder(
 ) -> None:
     """Write the tensors `items` and `extra_files` (config.json and the like) as the folder `path`.
 
-    `path` may be absent, empty, or a model folder (one with config.json), whose weights are then replaced while its other files
-    stay. Each `read` is called once, and its tensor released before the next. The folder changes in one step at the very end.
-    `write` puts the items of each file into the folder that it is given, which is a temporary one. Errors: `InputError`; `path` is
-    then unchanged and nothing else is left behind.
+    `path` may be absent, empty, a tokenizer's, or a model folder (one with config.json), whose weights are then replaced while its
+    other files stay. Each `read` is called once, and its tensor released before the next. The folder changes in one step at the
+    very end. `write` puts the items of each file into the folder that it is given, which is a temporary one. Errors: `InputError`;
+    `path` is then unchanged and nothing else is left behind.
     """
     with disk_errors(path):
         target = Path(path).resolve()
@@ -199,7 +199,7 @@ def _check_target(target: Path) -> None:
         refuse(target, None, "a file", "a folder, or a name that is free")
     if (target / ADAPTER[0]).is_file():  # whoever loads the folder would have that on its base, and not this model
         refuse(target, None, "an adapter's folder", "an empty folder, a model's or a new name")
-    if target.is_dir() and any(target.iterdir()) and not (target / "config.json").is_file():
+    if target.is_dir() and not only_words(target) and not (target / "config.json").is_file():
         refuse(target, None, "a folder with other files and no config.json", "an empty folder, a model's or a new name")
     if target.is_dir() and not os.access(target, os.W_OK):  # though it could be swapped for another
         refuse(target, None, "a folder that may not be written", "another folder, or chmod u+w")

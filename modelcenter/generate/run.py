@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checkpoint.strict_json import parse_json
 from ..errors import refuse
+from ..layers.block import at_rest
 from ..layers.inputs import check_tokens
 from .beam import search
 from .options import FILE, LEGACY, Options, read
@@ -47,7 +48,7 @@ def generate(
     config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as
     in transformers. Sampling depends on the option `seed`, not on torch.manual_seed; torch's own generators stay as they are.
 
-    `streamer.put(ids)` is called with the prompt (b s), or with a target's start, then with every new column (b), and
+    `streamer.put(ids)` is called with the prompt of each row, or with a target's start, then with every new column (rows), and
     `streamer.end()` at the end, as in transformers. `stop_strings` need a `tokenizer` with `decode(ids)`.
     `prefix_allowed_tokens_fn(row, ids)` returns the ids that may follow; `row` is the number of the prompt, or, if several
     sequences are sampled for each prompt, of the row, as in transformers. A `logits_processor` is called with the ids (b t) and the
@@ -77,9 +78,7 @@ def generate(
         refuse(None, "streamer", f"with {o.num_beams} beams, of which none is chosen before the end", "num_beams=1")
     source = torch.Generator(input_ids.device)
     source.manual_seed(o.seed) if o.seed is not None else source.seed()
-    was_training = model.training
-    model.eval()
-    try:
+    with at_rest(model):
         state = State(model, input_ids, attention_mask, new, o.pad, start)
         mask = None if start is not None else attention_mask
         changes = rules(o, state.prompt, new, mask, prefix_allowed_tokens_fn, model.config.vocab, logits_processor)
@@ -88,16 +87,14 @@ def generate(
         if o.num_beams > 1:
             return search(state, changes, stop, o, source)
         return choose(state, changes, stop, o, source, streamer)
-    finally:
-        model.train(was_training)
 
 
 def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: torch.Generator, streamer: Any) -> Tensor:
     """Choose token by token, the likeliest or a drawn one: ids (b * num_return_sequences t)."""
     scores = state.scores().repeat_interleave(o.num_return_sequences, 0)
+    state.repeat(o.num_return_sequences)
     if streamer is not None:
         streamer.put(state.seen.cpu())
-    state.repeat(o.num_return_sequences)
     done = torch.zeros(len(state.ids), dtype=torch.bool, device=state.ids.device)
     over = Over(late=state.ids.is_cuda and streamer is None)
     while True:

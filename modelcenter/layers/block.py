@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -136,6 +137,19 @@ class Stack(nn.Module):
 
 
 @contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, after which each module is in the mode that it was in: a part may be frozen, or drop while the rest does
+    not."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def block_inputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
     """A list that fills, while the context lasts, with the input of each block in order; of an encoder-decoder the decoder's."""
     trace: list[Tensor] = []
@@ -143,9 +157,12 @@ def block_inputs(model: nn.Module, wanted: bool) -> Iterator[list[Tensor]]:
     blocks = [m for m in (stack.modules() if isinstance(stack, nn.Module) else []) if isinstance(m, Block)] if wanted else []
 
     def see(block: nn.Module, args: tuple[Any, ...]) -> None:
+        if mine is not None and not torch.compiler.is_compiling() and get_ident() != mine:
+            return  # another forward of the same model
         x, _ = pair(args[0])
         trace.append(x.full_tensor() if hasattr(x, "full_tensor") else x)  # ranks may have parts
 
+    mine = None if torch.compiler.is_compiling() else get_ident()  # a graph is of no thread
     hooks = [b.register_forward_pre_hook(see) for b in blocks]
     try:
         yield trace

@@ -69,6 +69,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """`linear` of x with each weight and its bias. On a GPU it is one op, and the gradient of x is summed within the products."""
+    empty = x.is_meta
+    for weight in weights:
+        if weight.is_meta is not empty:  # torch's product would be whatever was in memory
+            raise ValueError(f"a product's tensors are on {x.device.type} and {weight.device.type}; all have values, or none has"
+                             " (accelerate's offload takes weights away that no call brings back here)")
     if not intercepted(x, *weights):
         if (low := low_dtype(x)) is not None and not few(x, weights, low):
             # ignored: torch has no types for apply
@@ -95,7 +100,7 @@ def rectified(x: Tensor, weight: Tensor, seed: Tensor | None = None, p: float = 
     """relu(x weight^T) for x (.. in) and weight (out in): .. out, with dropout if there is a seed. On a GPU, in training, relu is
     part of the product, and dropout's backward is part of the next products."""
     out: Tensor
-    if intercepted(x, weight) or (low := trained_low(x, (weight,))) is None:
+    if intercepted(x, weight) or weight.is_meta or (low := trained_low(x, (weight,))) is None:
         out = relu(linear(x, weight))
         out = out if seed is None else dropout(out, None, seed, p)
     else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data.loader import Blank, Loader
 from ..data.objective import Asked, Objective, find_objective
 from ..data.tokenizer import Tokenizer
+from ..layers.block import at_rest
 from ..layers.onto import onto
 from ..layers.output import Output
 from ..metrics.table import METRICS, Of, of_texts
@@ -66,10 +67,8 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
     The model is left in the mode that it was in. Of a set without targets every number is nan.
     """
     objective, device = find_objective(task), home_of(model)
-    was_training = model.training
-    model.eval()
     total, targets, told = 0.0, 0, Told(objective)
-    try:
+    with at_rest(model):
         for batch in batches:
             beat(step=True)
             here = on_device(batch, device)
@@ -78,8 +77,6 @@ def evaluate(model: nn.Module, batches: Iterable[Arguments], task: str, metrics:
             targets += count_targets(batch, task)
             told.add(out, here)
             del out  # its logits make room for the next
-    finally:
-        model.train(was_training)
     total, targets = ranks.sum(total, targets)
     predicted, right, parts = (ranks.joined(rows) for rows in (told.predicted, told.right, told.parts))
     total = total if targets else math.nan
