@@ -20,9 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import modelcenter as mc
+from modelcenter.checkpoint.folder import read_bin
+from modelcenter.checkpoint.strict_json import read_json
 from modelcenter.errors import InputError, refuse
 
 Weights = dict[str, Tensor]
+WORDS = "input_embedding.weight"
 ACTS = {"gelu": "gelu", "gelu_new": "gelu_new", "relu": "relu"}
 GATED = {"relu": "relu", "gated_gelu_new": "gated-gelu", "gated_silu": "gated-silu", "gated_gelu": "gated-gelu"}
 SILU = {"gated_silu": "silu"}
@@ -33,16 +36,23 @@ def main(folder: str, out: str) -> None:
     """Write `out`, a folder that is new. `InputError`: what the model there computes has no form here, or the file lacks it; there
     is no `out` then."""
     file, source = Path(folder) / "config.json", Path(folder) / "pytorch_model.pt"
-    c: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    w: Weights = torch.load(source, map_location="cpu", weights_only=True)
-    family = next(f for key, f in FAMILIES.items() if not key or key in w)
+    c: dict[str, Any] = read_json(file)
+    if not isinstance(c, dict):
+        refuse(file, None, "no mapping", "the config of a model of ModelCenter")
+    w = unwrapped(read_bin(source))
+    family = next((f for key, f in FAMILIES.items() if key in w), None)
+    if family is None:
+        refuse(source, next(iter(w)), "no model that is known by its tensors", "GPT2, Bert, T5 or Llama of ModelCenter")
     for key, value in FIXED[family].items():
         if c.get(key) not in (None, value):
             refuse(file, key, json.dumps(c[key]), f"{json.dumps(value)}: this family computes nothing else here")
     if w.pop("cls_projection.weight", None) is not None:
         print("cls_projection is left out: name the labels and train it anew, modelcenter train classify")
         w.pop("cls_projection.bias", None)
-    config, tensors = family(c, w)
+    try:
+        config, tensors = family(c, w)
+    except KeyError as lost:
+        refuse(source, str(lost.args[0]), "missing", "all tensors of the model")
     Path(out).mkdir(parents=True)
     half = {"torch_dtype": "float16"} if next(iter(tensors.values())).dtype == torch.float16 else {}
     try:
@@ -52,6 +62,14 @@ def main(folder: str, out: str) -> None:
     except BaseException:
         shutil.rmtree(out)
         raise
+
+
+def unwrapped(w: Weights) -> Weights:
+    """The tensors of the model alone, if it is part of another module."""
+    before = next((name.removesuffix(WORDS) for name in w if name.endswith(f".{WORDS}")), "") if WORDS not in w else ""
+    if rest := [name for name in w if not name.startswith(before)]:
+        print(f"{', '.join(rest)}: left out, beside the model in {before.rstrip('.')}")
+    return {name.removeprefix(before): value for name, value in w.items() if name not in rest}
 
 
 def renamed(w: Weights, table: dict[str, str]) -> Weights:
@@ -213,7 +231,7 @@ def dropout(c: dict[str, Any]) -> float:
 
 FAMILIES: dict[str, Callable[[dict[str, Any], Weights], tuple[dict[str, Any], Weights]]] = {
     "position_bias_enc.relative_attention_bias": t5, "token_type_embedding.weight": bert, "position_embedding.weight": gpt2,
-    "": llama,
+    "encoder.layers.0.ffn.ffn.w_in.w_0.weight": llama,
 }  # fmt: skip
 # what each computes in one way alone here, by the config there
 PRE = {"length_scale": False, "post_layer_norm": False}

@@ -32,13 +32,32 @@ def __getattr__(name: str) -> Any:
             family = getattr(import_module(f"{__name__}.models.{file.stem}"), name, None)
             if family is not None:
                 return family
-    if not name.startswith("_"):
-        ours = import_module(f"{__name__}.theirs").spoken_of(name)
-        if ours:
-            family = next((one for one in __dir__() if one.lower() == name.lower().rstrip("0123456789")), None)  # Bert, GPT2
-            ours = f"mc.{family}" if family and not ours.startswith("no such") else ours  # CPM1 is none of CPM
-            raise AttributeError(f"module {__name__!r} has no {name}; {ours}", name=name, obj=sys.modules[__name__])
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    said = _spoken_of(name) or f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(said, name=name, obj=sys.modules[__name__])
+
+
+def _spoken_of(name: str) -> str | None:
+    """What to say of a name from another package."""
+    ours = None if name.startswith("_") else import_module(f"{__name__}.theirs").spoken_of(name)
+    if ours is None:
+        return None
+    family = next((one for one in __dir__() if one.lower() == name.lower().rstrip("0123456789")), None)  # Bert, GPT2
+    ours = f"mc.{family}" if family and not ours.startswith("no such") else ours  # CPM1 is none of CPM
+    return f"module {__name__!r} has no {name}; {ours}"
+
+
+class _Theirs:
+    """Says the same where such a name is imported, from here, from a package in here or as a module: Python asks it last, and would
+    drop what an `AttributeError` says."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> None:
+        package, _, name = fullname.rpartition(".")
+        if package.partition(".")[0] == __name__ and (said := _spoken_of(name)):
+            raise ImportError(said, name=fullname)
+
+
+sys.meta_path.append(_Theirs)
 
 
 def __dir__() -> list[str]:

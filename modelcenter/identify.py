@@ -27,6 +27,7 @@ from .checkpoint.sentence import embeds
 from .errors import nearest, refuse
 from .model import Model, Preset, Task
 from .registry import families, hubs, presets
+from .theirs import no_family
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -61,7 +62,8 @@ def find(name: str | PathLike[str], revision: str | None, local_files_only: bool
     if is_adapter(path):
         saved = read_adapter(path)
         if adapter is not None:
-            refuse(path, "adapter", "the folder holds one", "merge it first (modelcenter merge), or load it as it is")
+            wanted = "adapter.name=none, to go on with that one, or merge it first (modelcenter merge)"
+            refuse(path, "adapter", "the folder holds one", wanted)
         name, revision = saved.base, saved.revision
         check_base(path, name)
         path = resolve(name, revision=revision)
@@ -106,7 +108,9 @@ def shape_of(name: str) -> tuple[type[Model], Any, str]:
         plain = family.Config.from_dict(said, folder / "config.json")
         task = next((task for task, head in family.tasks.items() if head.architecture in listed(said)), None)
     else:
-        refuse(None, "model", repr(name), f"a preset, or a folder with a config.json; {nearest(name, known)}")
+        whole = name.removesuffix("-base")  # ModelCenter says it of the smallest of a family
+        near = no_family(name) or nearest(whole if whole in known else name, known)
+        refuse(None, "model", repr(name), f"a preset, or a folder with a config.json; {near}")
     return family, plain, task or family.default_task or next(iter(family.tasks))
 
 

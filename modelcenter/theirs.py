@@ -188,9 +188,10 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
         "adapter.rank": "lora_r r",
         "adapter.rslora": "use_rslora",
         "adapter.targets": "lora_target_modules target_modules",
-        "batch": "batch_size global_batch_size train_batch_size",
+        "batch": "global_batch_size train_batch_size",
         "best": "greater_is_better load_best_model_at_end metric_for_best_model",
         "batch: the sequences of all processes": "split_batches",
+        "micro_batch per GPU; batch is the total over all GPUs": "batch_size",
         "config.dim": "d_model dim hidden_size n_embd",
         "config.dropout": "hidden_dropout",
         "config.heads": "heads n_head num_attention_heads num_heads",
@@ -264,7 +265,7 @@ RECIPE = {  # keys of the command lines of ModelCenter, Megatron-LM, Trainer, TR
         "report_to, and the variables that trackio reads": "trackio_bucket_id trackio_space_id trackio_static_space_id",
         "resume": "num_iter start_step",
         "resume, or model for weights alone": "load load_dir",
-        "resume=never": "overwrite_output_dir",
+        "leave it out: no run is overwritten: remove its folder, or give another output_dir": "overwrite_output_dir",
         "save_steps": "checkpointing_steps save_interval save_iters save_strategy",
         "save_steps: of a state the verb convert makes a model": "save_only_model",
         "schedule.min_lr_ratio, schedule.power ...: each is a key": "lr_scheduler_kwargs",
@@ -352,6 +353,7 @@ MODULE = {  # names of a package or of one of its modules, as patterns, by what 
         "model.generate, or transformers' own on a saved folder": "pipeline",
         "model.generate(ids, num_beams=3), or do_sample=True": "*BeamSearch *RandomSampling generation",
         "a recipe: modelcenter list keys, under their names too": "TrainingArguments*",
+        "torch.optim.AdamW in a loop of your own; machine.offload=true of a command": "Adam*Optimizer",
         "mc.train(recipe)": "Trainer* OptimManager optim lr_scheduler loss FusedCrossEntropy",
         "mc.load(folder): a model of transformers becomes ours through what it has saved": "BMTrainModelWrapper",
         "no pipelines yet: mc.parallelize(model, machine) has FSDP and tensor parallelism": "PipelineTransformerBlockList",
@@ -360,9 +362,9 @@ MODULE = {  # names of a package or of one of its modules, as patterns, by what 
             "ParameterInitializer Block *BlockList CheckpointBlock",
         "torch.distributed's own": "rank world_size synchronize sum_loss gather_result distributed nccl",
         "print on the first rank; a run's lines and metrics.jsonl have its numbers":
-            "print_rank print_dict print_block print_inspect see_memory inspect",
+            "print_rank print_dict print_block print_inspect see_memory inspect utils",
         "model.save_pretrained(folder)": "save save_*",
-        "modelcenter train RECIPE key=value ...": "get_args",
+        "modelcenter train RECIPE key=value ...": "get_args arguments",
         "data.path=FILE of a recipe; modelcenter tokenize makes token files": "*Dataset *Loader DATASET dataset",
         "modelcenter.layers, or torch.nn": "layer nn Linear",
     }.items()
@@ -392,6 +394,12 @@ FIELDS = {  # fields of a config of ModelCenter, by ours
 def spoken_of(name: str) -> str | None:
     """What to use here for a name from another package."""
     return next((ours for pattern, ours in MODULE.items() if fnmatchcase(name, pattern)), None)
+
+
+def no_family(name: str) -> str | None:
+    """What to say of a model's name there, such as roberta-base, whose family is not here."""
+    stem = name.lower().partition("-")[0]
+    return next((ours for pattern, ours in MODULE.items() if ours.startswith("no such") and pattern.lower() == f"{stem}*"), None)
 
 
 def within(section: str) -> dict[str, str]:

@@ -315,6 +315,8 @@ def test_new_words_that_peft_saved(case: Case, tmp_path: Path) -> None:
 def test_an_adapter_whose_base_was_moved_says_where_it_is_looked_for(tmp_path: Path) -> None:
     base = zoo.rewritten(GPT, tmp_path / "base")
     mc.load(base, adapter=lora()).save_pretrained(tmp_path / "a")
+    with pytest.raises(mc.InputError, match=r"a: adapter: the folder holds one; adapter\.name=none, to go on with that one, or "):
+        mc.load(tmp_path / "a", adapter=lora())
     base.rename(tmp_path / "moved")
     with pytest.raises(mc.InputError) as refused:
         mc.load(tmp_path / "a")
@@ -844,9 +846,11 @@ def test_a_run_trains_saves_and_resumes_the_adapter_alone(
     base, machine = zoo.reference(GPT)[1], mc.Machine(device="cpu", threads=1)
     run = mc.train(run_of(tmp_path, base, **changes), machine)
     size, told = sum(p.numel() for p in zoo.reference(GPT)[0].parameters()), "".join(capsys.readouterr())
-    assert f"{size / 1e6:.2f} M parameters" in told and "of rank 2 on 12 layers" in told
-    assert ("weights held in nf4" in told) == ("adapter.quantize" in changes)
     wanted = load_file(tmp_path / "out" / "model" / WEIGHTS)
+    added = sum(value.numel() for value in wanted.values())
+    assert json.loads((tmp_path / "out" / "environment.json").read_text())[0]["parameters"] == size + added
+    assert f"{(size + added) / 1e6:.2f} M parameters" in told and "of rank 2 on 12 layers" in told
+    assert ("weights held in nf4" in told) == ("adapter.quantize" in changes)
     state = load_file(tmp_path / "out" / "step-8" / "model.safetensors")
     assert run.step == 12 and state.keys() == {n for n, p in run.model.named_parameters() if p.requires_grad}
     assert all(".a." in n or ".b." in n or n.endswith(".magnitude") for n in state)

@@ -126,6 +126,12 @@ REFUSED = [  # the command, how its one line goes on
     (("train", "good.txt"), "command line: good.txt: a file, and no recipe; a recipe first, such as finetune data.path=good.txt"),
     (("train", "finetune", *DATA, "batch", "=", "4"), "command line: batch: not wanted here; key=value is written without spaces"),
     (("train", "good.yaml", "data=a.txt"), "command line: data: 'a.txt'; a mapping, such as data.path"),
+    (("train", "finetune", *DATA, "--batch-size", "8"), "command line: batch_size: unknown key; here it is micro_batch per GPU; "),
+    (("train", "finetune", *DATA, "--overwrite_output_dir=true"),
+     "command line: overwrite_output_dir: unknown key; leave it out: no run is overwritten: remove its folder, or give another "),
+    (("plan", "model=gpt2-base"), "model: 'gpt2-base'; a preset, or a folder with a config.json; did you mean 'gpt2'?"),
+    *((("plan", f"model={name}"), f"model: '{name}'; a preset, or a folder with a config.json; no such family yet: ")
+      for name in ("roberta-base", "gptj-6b", "cpm1-large", "CPM2-large")),
     (("train", "finetune", *DATA, "freeze=head"), "command line: freeze: 'head'; a list of text: freeze=[head]"),
     (("train", "finetune", *DATA, "freeze=[*.0]"), "command line: freeze: '[*.0]'; a list of text: with quotes around what "),
     (("train", "finetune", *DATA, "layers=2"), "command line: layers: unknown key; here it is config.layers"),
@@ -191,6 +197,16 @@ def test_a_model_without_its_key_is_named_by_that(here: Path, capsys: pytest.Cap
             (folder / ("config.json" if folder.name == "m" else "adapter_config.json")).write_text("{}")
         assert main(["train", "finetune", folder.name, *DATA]) == 2
         assert capsys.readouterr().err.endswith(f" without its key; {key}={folder.name}\n")
+
+
+def test_a_shape_that_is_not_the_model_s_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the command line names a model, and the recipe's own config shapes it."""
+    said = "config.layers=6 config.dim=384 config.heads=6 (pretrain's) shape gpt2-xl; config={} for its own shape\n"
+    assert main(["train", "pretrain", "data.path=none.txt", "model=gpt2-xl"]) == 2
+    assert said in capsys.readouterr().err
+    for more in (["model=gpt2-xl", "config={}"], ["model=gpt2-xl", "config.layers=2"], []):
+        assert main(["train", "pretrain", "data.path=none.txt", *more]) == 2
+        assert " shape gpt2" not in capsys.readouterr().err
 
 
 def test_a_folder_that_is_gone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,6 +191,35 @@ def test_a_checkpoint_of_openbmb_answers_as_its_source(tmp_path: Path, kind: str
     assert not (tmp_path / "again").exists()
 
 
+def test_a_model_of_openbmb_inside_another_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As their own quick start trains it: a prefix, and a layer beside it."""
+    loud(model := transformers.BertForMaskedLM(transformers.BertConfig(**SMALL["bert"])).eval())
+    theirs = {f"bert.{name}": value.contiguous() for name, value in bert_of(model.state_dict()).items()}
+    (tmp_path / "config.json").write_text(json.dumps({"num_heads": 4}))
+    torch.save({"dense.weight": torch.zeros(2, 32), **theirs}, tmp_path / "pytorch_model.pt")
+    example("from_modelcenter").main(str(tmp_path), str(tmp_path / "out"))
+    assert "dense.weight: left out, beside the model in bert\n" in capsys.readouterr().out
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(mc.load(tmp_path / "out").eval()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(("config", "weights", "said"), [
+    ("{", {"a": torch.zeros(1)}, r"config\.json: "), ("[]", {"a": torch.zeros(1)}, r"config\.json: no mapping; "),
+    ("{}", {}, r"pytorch_model\.pt: dict '{}'; a table of tensors"), ("{}", None, r"pytorch_model\.pt: not readable as tensors "),
+    ("{}", {"dense.weight": torch.zeros(1)}, r"pytorch_model\.pt: dense\.weight: no model that is known by its tensors; GPT2, "),
+    ("{}", {"encoder.layers.0.ffn.ffn.w_in.w_0.weight": torch.zeros(1)}, r"pytorch_model\.pt: model\.embed_tokens\.weight: missi"),
+])
+def test_a_broken_checkpoint_of_openbmb_is_refused(tmp_path: Path, config: str, weights: Any, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    torch.save({"a": torch.zeros(99)} if weights is None else weights, file := tmp_path / "pytorch_model.pt")
+    if weights is None:
+        file.write_bytes(file.read_bytes()[:-300])
+    with pytest.raises(InputError, match=said):
+        example("from_modelcenter").main(str(tmp_path), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["disturbed", "from_modelcenter", "replaced_tokens"])
 def test_help_says_what_a_script_is_for(name: str) -> None:
     file = Path(__file__).parent.parent / "examples" / f"{name}.py"

@@ -262,6 +262,21 @@ def test_public_names_are_completed_and_suggested_before_they_are_used() -> None
     assert run.stderr.endswith("AttributeError: module 'modelcenter' has no attribute 'Gpt'. Did you mean: 'GPT'?\n")
 
 
+@pytest.mark.parametrize(("code", "said"), [
+    ("from modelcenter import Bert", r"module 'modelcenter' has no Bert; mc\.BERT$"),
+    ("import modelcenter.layer", r"module 'modelcenter' has no layer; modelcenter\.layers, or torch\.nn$"),
+    ("from modelcenter.generation import T5BeamSearch", r"module 'modelcenter' has no generation; model\.generate\(ids, "),
+    ("from modelcenter.optim import OptimManager", r"module 'modelcenter' has no OptimManager; mc\.train\(recipe\)$"),
+    ("import modelcenter.nothing", r"No module named 'modelcenter\.nothing'$"),
+    ("from modelcenter import nothing", r"cannot import name 'nothing' from 'modelcenter' "),
+], ids=lambda text: text.partition("import ")[2])
+def test_an_import_of_another_package_s_name_says_what_is_here(code: str, said: str) -> None:
+    """Of any other that is not here Python says what it always says; and whether one is here can still be asked."""
+    with pytest.raises(ImportError, match=f"^{said}"):
+        exec(code)  # noqa: S102  # one of those above
+    assert not hasattr(modelcenter, "Bert")
+
+
 def test_a_family_is_there_before_the_types_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever writes one builds it by its class, though nothing has written the types anew; names alike it are no family."""
     monkeypatch.setattr(modelcenter, "__dir__", lambda: [])

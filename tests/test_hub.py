@@ -416,6 +416,7 @@ def test_hub_down_with_cache(server: Hub, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_unknown_names(server: Hub) -> None:
     assert "did you mean the preset 'tiny-xl'?" in refused("tiny-lx", MissingError)
+    assert refused("roberta-base", MissingError).endswith("; no such family yet: modelcenter list models")
     assert "did you mean" not in refused("quite/else", MissingError)
     assert "did you mean" not in refused("someone/tiny", MissingError), "the hub id of a preset is no mistake"
     assert "without public weights" in refused("unpublished", MissingError)

@@ -53,6 +53,15 @@ def test_names_and_paths(tmp_path: Path) -> None:
         load_machine("cpuu")
 
 
+def test_a_run_may_be_named_like_a_packaged_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends in .yaml is a file, and no variant of that recipe."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("lora", "glue"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "recipe.yaml").write_text(BASE)
+        assert load_recipe(f"{folder}/recipe.yaml") == load_recipe(write(tmp_path, BASE))
+
+
 def test_a_key_says_which_objectives_read_it_and_others_refuse_it(tmp_path: Path) -> None:
     for key in fields(DataConfig):
         readers = [name for name, objective in objectives().items() if key.name in objective.keys]
@@ -194,6 +203,18 @@ def test_a_choice_leaves_out_what_it_does_not_read(name: str, choice: str, found
     assert capsys.readouterr().err.endswith(f"{name}.yaml: {found}: left out, with {choice}, which has none\n")
     with pytest.raises(InputError, match=f"^command line: {asked}: "):
         load_recipe(name, ["data.path=a", "model=m", choice, f"{asked}={value if '[' not in found else '[0.8, 0.9]'}"])
+
+
+@pytest.mark.parametrize("name", ["finetune", "lora"])
+def test_a_key_of_no_adapter_is_refused_at_its_usual_value_too(name: str, tmp_path: Path) -> None:
+    """Whoever gives it wants an adapter; a file that a run has written names every key."""
+    given = ["data.path=a", "model=m", "adapter.name=none"][: 2 + (name == "lora")]
+    for setting in ("adapter.rank=8", "adapter.quantize=none"):
+        said = rf"^command line: {setting.partition('=')[0]}: set, but adapter\.name is none; adapter\.name=lora or dora$"
+        with pytest.raises(InputError, match=said):
+            load_recipe(name, [*given, setting])
+    own = write(tmp_path, dump_yaml(to_dict(load_recipe(name, given))))
+    assert load_recipe(own, ["adapter.name=none"]).adapter == AdapterConfig()
 
 
 def test_a_packaged_limit_of_states_belongs_to_its_save_steps(tmp_path: Path) -> None:

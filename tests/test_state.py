@@ -168,8 +168,10 @@ def test_refused_before_anything_is_written(tmp_path: Path) -> None:
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, 1)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 2**20})())
-    with pytest.raises(SaveError, match=r"step 2 not saved.*: 1\.0 MB free, 1\.1 MB needed"):
+    with pytest.raises(SaveError, match=r"step 2 not saved.*: 1\.0 MB free, 1\.1 MB needed.*; the older ones are intact$"):
         put(tmp_path, 2)
+    with pytest.raises(SaveError, match=r"step 1 not saved.*; none is there yet$"):
+        put(tmp_path / "new", 1)
     assert os.listdir(tmp_path) == ["step-1"]
 
 

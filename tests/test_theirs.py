@@ -43,7 +43,7 @@ MODELCENTER = {  # ModelCenter's and BMTrain's, which are not among what is inst
         "Longformer", "ViT", "CPM1", "CPM2", "CPM3", "BertConfig", "T5Tokenizer", "CPM1Tokenizer", "get_args", "print_inspect",
         "DATASET", "MMapIndexedDataset", "DistributedMMapIndexedDataset", "DistributedDataLoader", "dataset", "layer", "Linear",
         "T5BeamSearch", "T5RandomSampling", "LlamaRandomSampling", "generation", "grouped_parameters", "wait_loader",
-        "ParameterInitializer", "tokenizer",
+        "ParameterInitializer", "tokenizer", "arguments", "AdamOffloadOptimizer",
     },
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..errors import InputError, MissingError, message, refuse, refuse_missing
+from ..theirs import no_family
 from .download import CONFIGS, PATIENCE, bar, download, pick_weights, say
 from .state import check_there
 from .strict_json import read_json
@@ -152,6 +153,8 @@ def _near(name: str, presets: Mapping[str, str | None]) -> str:
     """A hint at the preset that was meant, perhaps; nothing for one, nor for the hub id of one."""
     if name in presets or name in presets.values():
         return ""
+    if absent := no_family(name):
+        return f"; {absent}"
     whole = name.removesuffix("-base")  # ModelCenter says it of the smallest of a family
     close = [whole] if whole in presets else get_close_matches(name, presets, n=1, cutoff=0.6)
     return f"; did you mean the preset {close[0]!r}?" if close else ""

@@ -123,7 +123,10 @@ def save_state(output_dir: str | os.PathLike[str], step: int, tensors: "Mapping[
         with suppress(OSError):  # renamed, and then the rename could not be flushed: what is not promised must not stay
             if mine is not None and os.path.samestat(mine, os.stat(final)):
                 _discard(final)
-        raise SaveError(f"step {step} not saved: {printable(str(error))}; the older ones are intact") from error
+        older = "the older ones are intact"
+        with suppress(InputError):  # of a folder that cannot be listed
+            older = older if steps(folder) else "none is there yet"
+        raise SaveError(f"step {step} not saved: {printable(str(error))}; {older}") from error
     trust(final)
     if keep is not None and ranks.first:
         prune(folder, keep, final)

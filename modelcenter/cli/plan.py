@@ -9,7 +9,7 @@ from ..config import COMMAND_LINE, bind, merge, says
 from ..errors import InputError, refuse
 from ..parallel.machine import MOST
 from .arguments import Answer, Arguments, check_model
-from .recipe import given, machine_of, run_of, take_own
+from .recipe import given, machine_of, run_of, take_own, tell_shape
 
 if TYPE_CHECKING:
     from ..parallel.machine import Machine
@@ -51,6 +51,8 @@ def plan(args: Arguments) -> Answer:
     recipe, machine, bare = recipe_of(args)
     if recipe.init == "pretrained":
         check_model(recipe.model)
+    if not bare:
+        tell_shape(recipe, args)
     if not bare and machine.devices is None and asked.gpus is None and asked.device is None and asked.tokens is None:
         return here(recipe, machine)
     return elsewhere(recipe, machine, asked, bare)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..checkpoint.files import ADAPTER
-from ..config import COMMAND_LINE, assignments, bind, merge, override, to_dict
-from ..errors import refuse
+from ..config import COMMAND_LINE, assignments, bind, flow, merge, override, to_dict
+from ..errors import printable, refuse, tell
 from ..theirs import RECIPE
 from .arguments import Arguments, take
 
@@ -45,6 +45,16 @@ def run_of(args: Arguments) -> "tuple[Recipe, Machine]":
     (name,) = take(replace(args, settings=[], machine=None), ["RECIPE"])
     recipe = load_recipe(name, [setting for setting in args.settings if not setting.startswith("machine.")])
     return recipe, machine_of(args)
+
+
+def tell_shape(recipe: "Recipe", args: Arguments) -> None:
+    """Say that the recipe's own `config` shapes the model that the command line names without one."""
+    from ..parallel.watch import speaks
+
+    over = given(args)
+    if recipe.init == "random" and recipe.config and "model" in over and "config" not in over and speaks():
+        shape = " ".join(f"config.{key}={flow(value)}" for key, value in recipe.config.items())
+        tell(printable(f"{shape} ({args.names[0]}'s) shape {recipe.model}; config={{}} for its own shape"))
 
 
 def given(args: Arguments) -> dict[str, Any]:

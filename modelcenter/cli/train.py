@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import refuse
 from .arguments import Answer, Arguments, check_model
-from .recipe import run_of
+from .recipe import run_of, tell_shape
 
 
 def train(args: Arguments) -> Answer:
@@ -23,6 +23,7 @@ def train(args: Arguments) -> Answer:
         check_moved(Path(args.names[0]), Path(recipe.output_dir))
     if recipe.init == "pretrained":
         check_model(recipe.model)
+    tell_shape(recipe, args)
     from ..parallel.watch import speaks
     from ..train.launch import check_asked, launch, to_launch
 

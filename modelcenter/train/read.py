@@ -44,6 +44,9 @@ def check_given(recipe: Recipe, given: Mapping[str, Any], where: str) -> None:
     if given.get("batch") is not None and recipe.batch_tokens is not None:
         found = f"{recipe.batch} beside batch_tokens {recipe.batch_tokens}, which counts instead"
         refuse(where, "batch", found, "one of the two; batch_tokens=null leaves that out")
+    asked = given.get("adapter")
+    if isinstance(asked, Mapping) and (idle := [key for key in asked if key in AdapterConfig.unread(recipe.adapter.name)]):
+        refuse(where, f"adapter.{idle[0]}", "set, but adapter.name is none", "adapter.name=lora or dora")  # the usual value too
     data, share = given.get("data"), recipe.data.eval_fraction
     if isinstance(data, Mapping) and "eval_fraction" in data and "eval_path" not in data and share and recipe.data.eval_path:
         found = f"{share} beside the recipe's data.eval_path, which counts instead"
@@ -55,7 +58,8 @@ def open_recipe(name: str | Path) -> tuple[Path, dict[str, Any]]:
     to them. A packaged recipe that names no output_dir has runs/NAME."""
     known = packaged()
     base, _, chosen = str(name).rpartition("/")
-    if base not in names(known) and Path(base).suffix not in (".yaml", ".yml"):
+    file_itself = Path(chosen).suffix in (".yaml", ".yml")  # lora/recipe.yaml is that of a run in the folder lora
+    if file_itself or (base not in names(known) and Path(base).suffix not in (".yaml", ".yml")):
         base, chosen = str(name), ""
     if base in objectives() and base not in names(known):
         refuse_missing(None, base, "no such recipe but an objective", with_objective(base))

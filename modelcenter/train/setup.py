@@ -11,6 +11,7 @@ from ..data.loader import Loader
 from ..data.tokenizer import Tokenizer
 from ..errors import InputError
 from ..generate.options import FILE
+from ..layers.adapter import current_names
 from ..model import Model
 from ..parallel.ranks import ALONE, OtherRankError, Ranks
 from .evaluate import Evaluation
@@ -42,8 +43,9 @@ class Setup:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has, however they are stored."""
-        return sum(prod(shape) for shape in self.model.shapes.values())
+        """How many numbers the model has, however they are stored, and its adapter."""
+        added = (self.model.get_parameter(now) for name, now in current_names(self.model).items() if name not in self.model.shapes)
+        return sum(prod(shape) for shape in self.model.shapes.values()) + sum(p.numel() for p in added)
 
     @property
     def trained(self) -> int:
