@@ -336,7 +336,7 @@ class Model(Guest):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As for any module; if the model is sharded, each process takes its part of whole tensors. A dictionary with transformers'
-        names is refused with one line, where torch would list them all."""
+        names, or with a wrapper's before ours, is refused with one line, where torch would list them all."""
         if not isinstance(state_dict, Mapping):
             refuse(None, "state_dict", f"a {type(state_dict).__name__}", "what state_dict() gives; a folder is for mc.load")
         if not state_dict.keys() & self.shapes.keys():  # strict or not, nothing would be loaded
@@ -344,6 +344,11 @@ class Model(Guest):
             if theirs:
                 found = f"{min(theirs)}: transformers' names, where ours are {next(iter(self.shapes))} ..."
                 refuse(None, "state_dict", found, "save_pretrained of that model into a folder, and mc.load of it")
+            known = self.shapes.keys() | {entry.theirs for entry in self.entries}
+            ends = ((key, key[i + 1 :]) for key in map(str, state_dict) for i, letter in enumerate(key) if letter == ".")
+            if prefix := next((key.removesuffix(end) for key, end in ends if end in known), None):
+                found = f"names that begin with {prefix!r}, which a wrapper put there"
+                refuse(None, "state_dict", found, f"{{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}")
         tied = self.held()
         found = super().load_state_dict(taken(self, state_dict), strict, assign)
         if assign and tied:  # one tensor of the file has become a parameter for each of its names

@@ -298,6 +298,13 @@ def test_special_files_refused(tmp_path, case):
             find_weights(file.parent)
 
 
+def test_a_folder_that_may_not_be_read_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: os.fspath(path) != str(tmp_path))
+    with pytest.raises(InputError, match="a folder that may not be read; chmod u"):
+        find_weights(tmp_path)
+
+
+
 def test_links_of_the_hub_cache_are_fine(tmp_path):
     snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
     snapshot.mkdir(parents=True)

@@ -243,6 +243,10 @@ def test_weights_by_their_names_are_refused_in_a_line(strict: bool) -> None:
     with pytest.raises(mc.InputError, match=r"^state_dict: a str; what state_dict\(\) gives; a folder is for mc"):
         gpt().load_state_dict("model.pt", strict)
     gpt().load_state_dict(gpt().state_dict())
+    for prefix in ("_orig_mod.", "module.model."):
+        line = rf"^state_dict: names that begin with '{prefix}', which a wrapper put there; {{name.removeprefix\('{prefix}'\): x"
+        with pytest.raises(mc.InputError, match=line):
+            gpt().load_state_dict({prefix + name: x for name, x in gpt().state_dict().items()}, strict)
 
 
 def test_a_tokenizer_says_what_does_the_same() -> None:

@@ -51,7 +51,7 @@ from modelcenter.train.folder import WATCHING, check, claim
 from modelcenter.train.interrupt import Interrupt
 from modelcenter.train.loop import train
 from modelcenter.train.metrics import TIMINGS, Metrics, read_rows
-from modelcenter.train.opening import few_divisors
+from modelcenter.train.opening import few_divisors, unknown
 from modelcenter.train.prepare import prepare, restrict
 from modelcenter.train.read import load_recipe
 from modelcenter.train.recipe import Recipe
@@ -1612,6 +1612,33 @@ def test_a_tokenizer_that_does_not_know_the_text_is_told_of(
     found = re.findall(r"tokenizer: (\d+)% of what the first step (.*) is \[UNK\], which says nothing about a text; use", told)
     assert [side for _, side in found] == ["reads" if objective == "lm" else "is to write"] * (known < 80)
     assert all(abs(int(share) - (100 - known)) <= 5 for share, _ in found)
+
+
+def test_an_unknown_token_that_ends_texts_too_says_nothing_of_them(tmp_path: Path) -> None:
+    """As GPT-2's: in short texts it is half of what is read."""
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+    raw.save(str(tmp_path / "tokenizer.json"))
+    for ends, found in ((None, [2, 3]), ("<end>", [0, 1])):
+        special = {"unk_token": "<end>"} | ({"eos_token": ends} if ends else {})
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+        assert [*unknown([{"input_ids": torch.tensor([[0, 1, 0]])}], open_tokenizer(str(tmp_path), None), False)][:2] == found
+
+
+def test_steps_without_targets_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data.jsonl"
+    for texts, none in (("a", True), ("ab", False)):
+        data.write_text((json.dumps({"text": texts}) + "\n") * 40)
+        rows: dict[str, Any] = {"data.path": str(data), "data.seq_len": 8, "data.packing": True}
+        train(recipe_of(tmp_path, objective="lm", max_steps=1, tokenizer="char", eval_steps=None, save_steps=None, config=TINY,
+                        output_dir=str(tmp_path / texts), **rows), MACHINE)
+        assert ("targets: none in the first step, which trains nothing; " in capsys.readouterr().err) == none
+
+
+def test_a_run_without_states_says_that_it_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for again in (False, True):
+        train(recipe_of(tmp_path, max_steps=1, eval_steps=None, save_steps=None), MACHINE)
+        said = f"no state in {tmp_path / 'out'}: trained anew from step 0, over {tmp_path / 'out' / 'model'}; save_steps=500"
+        assert (said in capsys.readouterr().err) == again
 
 
 def test_max_steps_that_the_epochs_end_before_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

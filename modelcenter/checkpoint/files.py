@@ -105,6 +105,8 @@ def find_weights(folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
         refuse_missing(folder, None, "no such folder", "a folder with config.json and weights")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        refuse(folder, None, "a folder that may not be read", "chmod u+rx, by its owner")
     for name in WEIGHTS:
         if os.path.lexists(folder / name):
             check_inside(folder / name)

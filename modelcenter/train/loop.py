@@ -181,6 +181,8 @@ def begin(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks, 
         why = ", the last" if at.step == setup.steps else f", where patience={recipe.patience} has ended it" if tired else ""
         end = f"{why}: no training is left to do" if why else ""
         progress.say(f"resumed from {start}: step {at.step} of {setup.steps}{end}")
+    elif (folder / "model").is_dir():
+        progress.say(f"no state in {folder}: trained anew from step 0, over {folder / 'model'}; save_steps=500 keeps some")
     if recipe.best is not None and at.best_step is not None and not ranks.tell("there" * (folder / "model").is_dir()):
         progress.say(f"{folder / 'model'}: missing; it held the best model so far, of step {at.best_step}; the search starts again")
         at.best = at.best_step = None

@@ -15,7 +15,7 @@ from ..layers.adapter import adapted
 from ..ops import _kernels
 from ..ops.linear import has_low_units
 from ..parallel.ranks import Ranks
-from .evaluate import count_tokens
+from .evaluate import count_targets, count_tokens
 from .recipe import Recipe
 from .resolve import divisor, most_of
 from .setup import Setup
@@ -31,7 +31,7 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
     objective = find_objective(recipe.objective)
     samples, batches = next(train.steps(micro_batch=recipe.micro_batch))
     forwards = len(batches)
-    (tokens,) = ranks.sum(sum(count_tokens(batch, recipe.objective) for batch in batches))
+    tokens, targets = ranks.sum(*(sum(count(b, recipe.objective) for b in batches) for count in (count_tokens, count_targets)))
     counts = ranks.sum(*unknown(batches, tokenizer, objective.task == "seq2seq"))
     weights = f"random, seed {recipe.seed}" if recipe.init == "random" else str(model.load_report)
     many = f"{ranks.size} x " if ranks.size > 1 else ""
@@ -64,6 +64,8 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
         if lost > UNKNOWN * whole:
             lines.append(f"tokenizer: {lost / whole:.0%} of what the first step {side} is {tokenizer.special['unk']}, which says "
                          "nothing about a text; use another tokenizer, or a model for the language of this data")
+    if not targets:
+        lines.append("targets: none in the first step, which trains nothing; the sample above shows what is read of the data")
     if recipe.max_steps is not None and setup.steps < recipe.max_steps:
         lines.append(f"max_steps: {recipe.max_steps:,}, but num_epochs={recipe.num_epochs:g} ends the run earlier; "
                      "num_epochs=null to run all steps")
@@ -101,7 +103,9 @@ def opening(recipe: Recipe, device: torch.device, ranks: Ranks, setup: Setup, en
 def unknown(batches: Sequence[Batch], tokenizer: Tokenizer, pairs: bool) -> Iterator[int]:
     """How many tokens of the texts that are read are unknown, and how many there are, special ones left out; then the same of the
     texts that are to be written, if there are `pairs` of texts."""
-    special = torch.tensor(sorted(tokenizer.special_ids - {tokenizer.unk_id}), dtype=torch.long)
+    apart = [role for role, token in tokenizer.special.items() if token == tokenizer.special.get("unk")] == ["unk"]
+    left = {tokenizer.unk_id} if apart else set()  # GPT-2's is the end of each text, too, of which there may be many
+    special = torch.tensor(sorted(tokenizer.special_ids - left), dtype=torch.long)
     real = [batch for batch in batches if not isinstance(batch, Blank)]
     read = [batch["input_ids"][batch["attention_mask"] == 1] if "attention_mask" in batch else batch["input_ids"] for batch in real]
     written = [batch["labels"][batch["labels"] != IGNORED] for batch in real if pairs]
