@@ -21,7 +21,7 @@ from modelcenter.data.config import DataConfig
 from modelcenter.data.formats import DOCUMENT
 from modelcenter.data.objective import find_objective, make_examples
 from modelcenter.data.objectives.lm import Blocks
-from modelcenter.data.read import find_files, has_tables, held_of_one, in_both, read_records, read_split, split
+from modelcenter.data.read import find_files, has_tables, held_of_one, in_both, read_records, read_split, split, splits_in
 from modelcenter.data.record import Record, Records
 from modelcenter.data.source import CHUNK, LONGEST_LINE
 from modelcenter.data.tokenizer_open import open_tokenizer
@@ -241,6 +241,19 @@ def test_the_last_tenth(tmp_path: Path) -> None:
     around = write(tmp_path / "around.json", json.dumps({"version": 1, "rows": ROWS}))
     with pytest.raises(InputError, match="of 1 record, whose fields are version, rows, none is left on one side"):
         read_split(DataConfig(path=str(around), eval_fraction=0.1))
+
+
+@pytest.mark.parametrize(("names", "wanted"), [
+    (["train-00000-of-00001", "test-00000-of-00001", "validation-00000-of-00001"], 3), (["train", "dev"], 2),
+    (["squad.train", "squad_test"], 2), (["trained_dogs", "testament"], 0), (["train-0", "train-1"], 0), (["a", "test"], 0),
+], ids=lambda names: "-".join(names) if isinstance(names, list) else "")  # fmt: skip
+def test_files_of_several_splits_are_known_by_their_names(names: list[str], wanted: int, tmp_path: Path) -> None:
+    for name in names:
+        write(tmp_path / f"{name}.jsonl", '{"text": "x"}\n')
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        found = splits_in(DataConfig(path=str(path)))
+        assert len(found) == wanted and all("train" in name for name in found[:1])
+    assert splits_in(DataConfig(path=tuple(str(tmp_path / f"{name}.jsonl") for name in names))) == []
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "tokens"])

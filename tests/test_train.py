@@ -1152,6 +1152,15 @@ def test_data_in_the_order_of_its_labels_is_told_of(tmp_path: Path, how: str, sa
     assert [line for line in lines if line.startswith("held out")] == [wanted] * said
 
 
+def test_splits_that_are_all_trained_on_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name, told in (("train", []), ("test", ["data.path: train.jsonl and test.jsonl are all trained on; give data.path="])):
+        (tmp_path / "in" / f"{name}.jsonl").write_text('{"text": "some text"}\n' * 9)
+        recipe, device = resolve(recipe_of(tmp_path, **{"data.path": str(tmp_path / "in")}), MACHINE)
+        said = [line for line in prepare(recipe, MACHINE, device).lines if "all trained on" in line]
+        assert [line.partition(str(tmp_path))[0] for line in said] == told
+
+
 def test_an_evaluation_on_what_is_trained_on_is_told_of(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "some text"}\n' * 9)

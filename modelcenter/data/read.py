@@ -5,6 +5,7 @@ A path is a file, a folder or a glob; several paths are read one after the other
 
 import glob
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ ENDINGS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
     ".bin": "tokens", ".idx": "tokens",
 }  # fmt: skip
+
+SPLIT = re.compile(r"(?:^|[-_.])(train|val|dev|eval|test)(?:ing|id|idation|uation)?[-_.]", re.IGNORECASE)  # in a file's name
 
 
 def find_files(path: str, format: Format = "auto", key: str = "data.path") -> list[Path]:
@@ -143,6 +146,16 @@ def in_both(data: DataConfig) -> list[str]:
     held = names_of(data.eval_path, data.format, "data.eval_path")
     seen = {os.path.realpath(name) for name in names_of(data.path, data.format)} if held else ()
     return [name for name in held if os.path.realpath(name) in seen]
+
+
+def splits_in(data: DataConfig) -> list[str]:
+    """If a folder or a glob for `data.path` holds files named for training and others for a validation or a test, one of each, the
+    first to train on."""
+    found = dict[str, str]()
+    for name in names_of(data.path, data.format) if isinstance(data.path, str) else ():
+        if split := SPLIT.search(Path(name).name):
+            found.setdefault(split[1].lower(), name)
+    return [found.pop("train"), *found.values()] if "train" in found and len(found) > 1 else []
 
 
 def names_of(path: str | tuple[str, ...] | dict[str, float] | None, format: Format, key: str = "data.path") -> list[str]:

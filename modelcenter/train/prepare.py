@@ -31,7 +31,7 @@ from ..data.loader import Budget, Chain, Loader
 from ..data.objective import find_objective, make_examples, texts_of
 from ..data.order import Blended, Grouped, Order
 from ..data.packing import Unpadded, much_padding
-from ..data.read import has_tables, held_of_one, in_both, read_split
+from ..data.read import has_tables, held_of_one, in_both, read_split, splits_in
 from ..data.record import Mixture, Part, Record
 from ..data.sequence import filler
 from ..data.tokenizer import Tokenizer
@@ -85,6 +85,9 @@ def prepare(recipe: Recipe, machine: Machine, device: torch.device, ranks: Ranks
         setup.lines = [*opening(recipe, device, ranks, setup, ended), *setup.idle]
         if file := held_of_one(recipe.data, held_out):
             setup.lines.append(f"held out: all from {file}, the end of data.path's list; for other data give data.eval_path")
+        if splits := splits_in(recipe.data):
+            setup.lines.append(f"data.path: {' and '.join(Path(name).name for name in splits)} are all trained on; give "
+                               f"data.path={splits[0]} or a glob, if one is a split to judge by")
         if same := in_both(recipe.data):
             many = counted(len(same), "file")
             setup.lines.append(f"evaluation: on {many} of data.path ({same[0]}): it judges what is trained on; give other data")
