@@ -727,6 +727,8 @@ MUTANTS = (
            "test_cli.py::test_refused[generate m p temperature=0]", "AssertionError"),
     Mutant("the-same-file-under-another-name-unknown", "data/read.py", "if os.path.realpath(name) in seen", "if name in seen",
            "test_data_read.py::test_files_that_are_trained_and_evaluated_on_are_known", "AssertionError"),
+    Mutant("a-header-as-a-row", "data/formats.py", "if row == names and len(names) > 1:", "if False:",
+           "test_data_read.py::test_a_header_that_comes_again_is_no_row[csv]", "Failed"),
     Mutant("splits-trained-on-unsaid", "train/prepare.py", "if splits := splits_in(recipe.data):", "if splits := []:",
            "test_train.py::test_splits_that_are_all_trained_on_are_told_of"),
     Mutant("judged-on-what-is-trained-on-unsaid", "train/prepare.py", "if same := in_both(recipe.data):", "if same := []:",

@@ -302,6 +302,16 @@ def test_rows_without_a_header(tmp_path: Path, ending: str) -> None:
         list(read_records(str(file), header=False))
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_header_that_comes_again_is_no_row(tmp_path: Path, ending: str) -> None:
+    apart = "," if ending == "csv" else "\t"
+    file = write(tmp_path / f"a.{ending}", "".join(apart.join(row) + "\n" for row in ("ab", "12", "ab", "34")))
+    with pytest.raises(InputError, match="line 3: the header once more, as of files that were joined"):
+        list(read_records(str(file)))
+    alone = write(tmp_path / f"b.{ending}", "text\na\ntext\n")
+    assert [record.fields["text"] for record in read_records(str(alone))] == ["a", "text"]
+
+
 def test_a_header_is_of_csv_and_tsv_alone(tmp_path: Path) -> None:
     """Without a table among the data nothing reads the key."""
     lines, table = str(write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 4)), str(write(tmp_path / "a.tsv", "a\tb\n" * 2))

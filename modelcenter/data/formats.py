@@ -198,10 +198,12 @@ def names_of(file: Path, number: int, row: list[str], header: bool) -> list[str]
 
 
 def named(file: Path, names: list[str], number: int, row: list[str]) -> Record:
-    """The record of a row whose fields have these names. A row of another length is refused."""
+    """The record of a row whose fields have these names. A row of another length is refused, and the names themselves are."""
     if len(row) != len(names):
         found = f"{len(row)} fields where the header has {len(names)}"
         refuse(file, f"line {number}", found, f"the fields {', '.join(names)}")
+    if row == names and len(names) > 1:  # a name alone may be a text, too
+        refuse(file, f"line {number}", "the header once more, as of files that were joined", "a header in the first line alone")
     return Record(dict(zip(names, row, strict=True)), str(file), number)
 
 
