@@ -32,7 +32,7 @@ from .names import Entry, Names, Row, Shape
 from .parallel.blocks import recomputed
 from .parallel.ranks import settle
 from .resize import resize
-from .theirs import FORWARD, LOAD, SAVE, arguments, refuse_argument
+from .theirs import FORWARD, LOAD, RESIZE, SAVE, arguments, refuse_argument
 
 M = TypeVar("M", bound="type[Model]")
 FAMILIES: dict[str, type["Model"]] = {}  # transformers' model_type -> class
@@ -355,6 +355,7 @@ class Model(Guest):
             self.tie()
         return found
 
+    @arguments(RESIZE)
     def resize_token_embeddings(self, vocab: int, pad_to_multiple_of: int | None = None, *, seed: int = 0) -> nn.Embedding:
         """Grow or shrink the vocabulary to `vocab` words, rounded up to a multiple of `pad_to_multiple_of` if that is given. New
         rows are drawn from `seed` as in a new model; the others keep their values. Errors: `InputError` for a size below 1."""

@@ -17,6 +17,7 @@ ALWAYS = "leave it out: it is always so"
 IDLE = "leave it out: it has no effect here"
 SAME = {  # arguments that are called otherwise here, and mean the same
     "add_special_tokens": "special",
+    "new_num_tokens": "vocab",
     "pretrained_model_name_or_path": "name",
     "save_directory": "folder",
 }
@@ -99,6 +100,9 @@ SAVE = {  # arguments of save_pretrained
     "state_dict": "leave it out: the model's own weights are written",
     "token": "leave it out, and upload the folder: hf upload NAME FOLDER",
     "variant": "leave it out",
+}
+RESIZE = {  # arguments of resize_token_embeddings
+    "mean_resizing": "leave it out: new rows are drawn as in a new model",
 }
 MODEL = {  # attributes of a model
     "active_adapters": "model.adapter",

@@ -69,6 +69,8 @@ def test_every_name_is_theirs_and_not_ours() -> None:
                                                  transformers.BloomConfig, transformers.LlamaConfig)]  # fmt: skip
     keys = {*chain(*configs)}
     assert all(name in source or name in gone | keys for name in {**theirs.LOAD, **theirs.SAVE})
+    resize = inspect.signature(transformers.PreTrainedModel.resize_token_embeddings).parameters
+    assert theirs.RESIZE.keys() <= resize.keys() and "new_num_tokens" in resize
     arguments, ours = inspect.signature(transformers.GenerationMixin.generate).parameters, [f.name for f in fields(Options)]
     models = (transformers.T5ForConditionalGeneration, transformers.GPT2LMHeadModel)
     forwards = {name for model in models for name in inspect.signature(model.forward).parameters}
@@ -90,7 +92,7 @@ def test_every_name_is_theirs_and_not_ours() -> None:
 
 
 def test_what_is_advised_is_there() -> None:
-    tables = theirs.FORWARD, theirs.GENERATE, theirs.LOAD, theirs.SAVE, theirs.MODEL, theirs.MODULE
+    tables = theirs.FORWARD, theirs.GENERATE, theirs.LOAD, theirs.SAVE, theirs.RESIZE, theirs.MODEL, theirs.MODULE
     advice = [text for table in tables for text in table.values()]
     for text in advice:
         for name in re.findall(r"\bmc\.(\w+)", text):
@@ -247,6 +249,14 @@ def test_weights_by_their_names_are_refused_in_a_line(strict: bool) -> None:
         line = rf"^state_dict: names that begin with '{prefix}', which a wrapper put there; {{name.removeprefix\('{prefix}'\): x"
         with pytest.raises(mc.InputError, match=line):
             gpt().load_state_dict({prefix + name: x for name, x in gpt().state_dict().items()}, strict)
+
+
+def test_a_vocabulary_is_resized_by_their_names_too() -> None:
+    model, same = gpt(), gpt()
+    model.resize_token_embeddings(new_num_tokens=60, mean_resizing=False)
+    assert torch.equal(model.get_input_embeddings().weight, same.resize_token_embeddings(60).weight)
+    with pytest.raises(mc.InputError, match=r"mean_resizing\): no such argument; leave it out: new rows are drawn as"):
+        model.resize_token_embeddings(70, mean_resizing=True)
 
 
 def test_a_tokenizer_says_what_does_the_same() -> None:
