@@ -729,6 +729,8 @@ MUTANTS = (
            "test_data_read.py::test_files_that_are_trained_and_evaluated_on_are_known", "AssertionError"),
     Mutant("a-header-as-a-row", "data/formats.py", "if row == names and len(names) > 1:", "if False:",
            "test_data_read.py::test_a_header_that_comes_again_is_no_row[csv]", "Failed"),
+    Mutant("a-driver-asked-within-a-graph", "ops/_kernels.py", "covered._dynamo_marked_constant = True", "covered._dynamo_marked_constant = False",
+           "test_op.py::test_the_answer_is_a_constant_to_the_compiler", "Unsupported"),
     Mutant("splits-trained-on-unsaid", "train/prepare.py", "if splits := splits_in(recipe.data):", "if splits := []:",
            "test_train.py::test_splits_that_are_all_trained_on_are_told_of"),
     Mutant("judged-on-what-is-trained-on-unsaid", "train/prepare.py", "if same := in_both(recipe.data):", "if same := []:",

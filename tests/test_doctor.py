@@ -51,7 +51,8 @@ def test_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 def test_switched_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "WANTED", False)
     found = said(capsys)
-    assert "MODELCENTER_KERNELS=0" in found["extension"] and found["advice"] == ["kernels: unset MODELCENTER_KERNELS"]
+    told = [line for line in found["advice"] if not line.startswith("the ")]  # of GPUs that are hidden, if there are any
+    assert "MODELCENTER_KERNELS=0" in found["extension"] and told == ["kernels: unset MODELCENTER_KERNELS"]
 
 
 @pytest.mark.parametrize("compiler", [True, False])
