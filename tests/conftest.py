@@ -28,14 +28,17 @@ ASKED: set[Any] = set()  # files one of whose runs had its memory and time fores
 
 def pytest_configure(config: pytest.Config) -> None:
     """A folder for the models of zoo.py, whichever process of the session makes them: a worker, or a rank that was forked, ends
-    without cleaning up behind it. And no GPU, also where a scheduler gave one, if none is tested: ranks are forked, and after a
-    GPU has been asked for torch refuses them a backward."""
-    if "not gpu" in config.option.markexpr:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    without cleaning up behind it."""
     if "ZOO" not in os.environ:
         os.environ["ZOO"] = folder = tempfile.mkdtemp(prefix="zoo-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
         config.add_cleanup(lambda: os.environ.pop("ZOO", None))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """No GPU where none is tested, also if a scheduler gave one."""
+    if "not gpu" in session.config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(tryfirst=True)
