@@ -2,211 +2,29 @@
 //
 // Sequences are runs of rows of q (s h d) and of k, v (t kv d), d innermost, and a task is one sequence and one head of k and v with
 // all the heads of q that share it; so nothing is summed across tasks and results do not depend on the number of threads. A task
-// copies its keys and values once into fp32 tiles: then every product is one register-blocked loop, whatever the dtype, the strides
-// and the head dim. Of the probabilities each row's largest score and its sum are kept, and the backward computes
+// copies its keys and values once as products want them (product.h): then every product is one register-blocked loop, whatever the
+// dtype, the strides and the head dim. Of the probabilities each row's largest score and its sum are kept, and the backward computes
 // them again as they were: one logarithm for both, once rounded, would be off by as much for the whole row.
 //
-// Nothing but results is rounded to 16 bits. Where a processor multiplies pairs of bf16 and adds both to a sum in fp32, twice the
-// products of an instruction, that is done for scores and for the gradients of probabilities, whose factors are given in bf16.
+// Nothing but results is rounded to 16 bits. Of what is given in bf16 scores and the gradients of probabilities are products of pairs,
+// where a processor has units for them: their factors are exact. With tiles all others are too, of probabilities and gradients of
+// scores in two parts: to 17 digits, where results have 8.
 //
 // Element (row, key) of the dropout mask has the number row * span + key, where rows count through (b h s), keys within a sequence,
 // and span is the longest sequence's keys rounded up to 128.
 #include <cstdlib>
-#include <type_traits>
 
+#include "product.h"
 #include "random.h"
 
 namespace {
 
-// ---- products of tiles: c (m x n) = or += a (m x k) b (k x n), with registers of the processor's own width
-
-#if defined(__AVX512F__)
-constexpr int ACROSS = 4;
-#else
-constexpr int ACROSS = 2;
-#endif
-constexpr int DOWN = 6;  // DOWN x ACROSS sums, ACROSS of b and one of a: all but a few of the registers
-
-// DOWN rows and N registers of c; a is DOWN x k, or, TURNED, k x DOWN
-template <int N, bool TURNED>
-void tile(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
-    pf sums[DOWN][N];
-    const float* rows[DOWN];
-#pragma GCC unroll 8
-    for (int i = 0; i < DOWN; i++) {
-        rows[i] = a + i * lda;
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) sums[i][j] = pf{};
-    }
-    for (int64_t at = 0; at < k; at++, b += ldb, a += lda) {
-        pf right[N];
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) right[j] = *reinterpret_cast<const pf_any*>(b + j * PART);
-#pragma GCC unroll 8
-        for (int i = 0; i < DOWN; i++) {
-            const pf left = (TURNED ? a[i] : rows[i][at]) - pf{};
-#pragma GCC unroll 4
-            for (int j = 0; j < N; j++) sums[i][j] += left * right[j];
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < DOWN; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) {
-            pf_any& to = *reinterpret_cast<pf_any*>(c + i * ldc + j * PART);
-            to = add ? to + sums[i][j] : sums[i][j];
-        }
-}
-
-#if defined(__AVX512F__) && (defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 11)
-#define MC_PAIRS __attribute__((target("avx512bf16")))
-constexpr bool PAIRABLE = true;
-bool pairs_here() {  // Intel's take two cycles where a multiplication in fp32 takes one
-    return __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel");
-}
-
-// The same of pairs, k of them: c = sums * times
-template <int N>
-MC_PAIRS void tile_of_pairs(int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, float times) {
-    __m512 sums[DOWN][N];
-#pragma GCC unroll 8
-    for (int i = 0; i < DOWN; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) sums[i][j] = _mm512_setzero_ps();
-    for (int64_t at = 0; at < k; at++, b += ldb) {
-        __m512bh right[N];
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) right[j] = (__m512bh)_mm512_loadu_ps(b + j * PART);
-#pragma GCC unroll 8
-        for (int i = 0; i < DOWN; i++) {
-            const __m512bh left = (__m512bh)_mm512_set1_ps(a[i * lda + at]);
-#pragma GCC unroll 4
-            for (int j = 0; j < N; j++) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], left, right[j]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < DOWN; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < N; j++) _mm512_storeu_ps(c + i * ldc + j * PART, _mm512_mul_ps(sums[i][j], _mm512_set1_ps(times)));
-}
-#else
-constexpr bool PAIRABLE = false;  // neither of these is called
-inline bool pairs_here() { return false; }
-template <int N>
-void tile_of_pairs(int64_t, const float*, int64_t, const float*, int64_t, float*, int64_t, float) {}
-#endif
-
-// f(rows of c, i; floats of b and c, j; N), N a constant, for every tile
-template <class F>
-MC_INLINE void tiles(int64_t m, int64_t n, F f) {
-    for (int64_t j = 0; j < n; j += ACROSS * PART)
-        for (int64_t i = 0; i < m; i += DOWN) switch ((n - j) / PART) {
-                case 1: f(i, j, std::integral_constant<int, 1>()); break;
-                case 2: f(i, j, std::integral_constant<int, 2>()); break;
-                case 3: f(i, j, std::integral_constant<int, ACROSS == 4 ? 3 : 2>()); break;
-                default: f(i, j, std::integral_constant<int, ACROSS>());
-            }
-}
-
-// n is a multiple of 16; of a and c there are as many rows as make m a multiple of DOWN. Sums of many are sums of sums of SUM: a number
-// that is added to a large one loses what it has below that one's last digit. What is not added to anything is scores, whose error is
-// most of all that follows.
-template <bool TURNED>
-void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, bool add) {
-    const int64_t SUM = TURNED || add ? 64 : 32;
-    for (; k > 0; k -= SUM, a += TURNED ? SUM * lda : SUM, b += SUM * ldb, add = true) {
-        const int64_t some = k < SUM ? k : SUM;
-        tiles(m, n, [&](int64_t i, int64_t j, auto N) {
-            tile<N.value, TURNED>(some, TURNED ? a + i : a + i * lda, lda, b + j, ldb, c + i * ldc + j, ldc, add);
-        });
-    }
-}
-
 // ---- tiles: ROWS queries against up to KEYS keys; keys turned (d x keys) lie in panels of PANEL
 
-constexpr int ROWS = 48, KEYS = 512, PANEL = 64;
+template <Units U>
+constexpr int ROWS = U == TILES ? 64 : 48;
+constexpr int KEYS = 512;
 constexpr int64_t LINE = KEYS + LANES;  // floats from a row of scores to the next; what lies past a row's keys is zero
-
-MC_INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-MC_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-MC_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// rows of d at a distance, times scale, to rows of `wide` (d rounded up to 16, the rest zero)
-template <class T>
-void gather(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
-    for (int64_t i = 0; i < rows; i++)
-        each(d, [&](int64_t c, int n) MC_INLINED { store(to + i * wide + c, load_n(from + i * step + c, n) * scale); });
-}
-
-template <class T>
-void scatter(T* to, const float* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
-    for (int64_t i = 0; i < rows; i++)
-        each(d, [&](int64_t c, int n) MC_INLINED { store_n(to + i * step + c, load(from + i * wide + c) * scale, n); });
-}
-
-// The same as they are, in pairs of neighbours: rows of wide / 2.
-MC_INLINE void gather_pairs(float* to, const bf16* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
-    for (int64_t i = 0; i < rows; i++) {
-        memset(to + i * (wide / 2), 0, wide * 2);
-        memcpy(to + i * (wide / 2), from + i * step, d * 2);
-    }
-}
-
-// two bf16, a float to what only moves it
-struct two {
-    uint16_t half[2];
-};
-MC_INLINE vf load(const two* p) {
-    vf x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-// Blocks of HALF elements of 16 rows exchanged across the diagonal
-template <int HALF>
-MC_INLINE void exchange(vf* x) {
-#pragma GCC unroll 16
-    for (int row = 0; row < LANES; row++)
-        if (!(row & HALF)) {
-            const vf a = x[row], b = x[row | HALF];
-            if constexpr (HALF < PART) {
-                const auto upper = [](int l) { return l & HALF ? PART + (l ^ HALF) : l; };
-                const auto lower = [](int l) { return l & HALF ? PART + l : l ^ HALF; };
-                x[row] = of_parts<vf>(MC_PART { return picked(part<pf>(a, i), part<pf>(b, i), upper); });
-                x[row | HALF] = of_parts<vf>(MC_PART { return picked(part<pf>(a, i), part<pf>(b, i), lower); });
-            } else {
-                x[row] = of_parts<vf>(MC_PART { return i * PART & HALF ? part<pf>(b, i ^ HALF / PART) : part<pf>(a, i); });
-                x[row | HALF] = of_parts<vf>(MC_PART { return i * PART & HALF ? part<pf>(b, i) : part<pf>(a, i ^ HALF / PART); });
-            }
-        }
-}
-
-// rows of d at a distance to panels of d x PANEL, the rows past the last zero
-template <class T>
-void turn(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
-    for (int64_t j = 0; j < up(rows, PANEL); j += LANES) {
-        float* panel = to + j / PANEL * PANEL * d + j % PANEL;
-        each(d, [&](int64_t c, int n) MC_INLINED {
-            vf x[LANES];
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) x[i] = j + i < rows ? load_n(from + (j + i) * step + c, n) : vf{};
-            exchange<8>(x), exchange<4>(x), exchange<2>(x), exchange<1>(x);
-            for (int i = 0; i < n; i++) store(panel + (c + i) * PANEL, x[i]);
-        });
-    }
-}
-
-// What scores are products of: queries, and keys in panels
-template <bool PAIRS, class T>
-void left(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
-    if constexpr (PAIRS) gather_pairs(to, from, rows, step, d, wide);
-    else gather(to, from, rows, step, d, wide, scale);
-}
-template <bool PAIRS, class T>
-void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d) {
-    if constexpr (PAIRS) turn(to, reinterpret_cast<const two*>(from), rows, step / 2, d / 2);
-    else turn(to, from, rows, step, d);
-}
 
 // e^x where x is not above 0 by more than rounding: to 1 unit in the last place, and 0 below -87, where results would be subnormal: a
 // product of such takes a hundred times as long
@@ -314,19 +132,85 @@ MC_INLINE void clear(float* x, int64_t from, int64_t to) {  // from a multiple o
     for (; from < to; from += LANES) store(x + from, vf{});
 }
 
-// Scores of `rows` queries and the keys [from, from + n) of the panels; only those of pairs are multiplied by `times`.
-template <bool PAIRS>
-void scores(float* x, const float* q, int64_t rows, int64_t wide, const float* panels, int64_t d, int64_t from, int64_t n, float times) {
-    for (int64_t at = 0; at < n; at += PANEL) {
+// ---- the products, and their factors
+
+// What is on the left and what is turned for scores.
+template <Units U, class T>
+void left(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
+    if constexpr (U == SINGLE) gather(to, from, rows, step, d, wide, scale);
+    else gather_pairs(to, from, rows, step, d, wide);
+}
+template <Units U, class T>
+void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+    if constexpr (U == SINGLE) turn(to, from, rows, step, d, d);
+    else turn(to, reinterpret_cast<const two*>(from), rows, step / 2, d / 2, U == TILES ? wide / 2 : d / 2);
+}
+// Scores of `rows` queries and the keys [from, from + n) of the panels; those in fp32 have their scale in the queries.
+template <Units U>
+void scores(float* x, const float* q, int64_t rows, int64_t wide, const float* panels, int64_t d, int64_t from, int64_t n, float scale) {
+    for (int64_t at = 0; at < n; at += PANEL, x += PANEL) {
         const int64_t keys = least(PANEL, up(n - at, LANES));
-        if constexpr (PAIRS) {
-            const float* panel = panels + (from + at) * (d / 2);
+        if constexpr (U == SINGLE) product<false>(rows, keys, d, q, wide, panels + (from + at) * d, PANEL, x, LINE, false);
+        if constexpr (U == PAIRS)
             tiles(rows, keys, [&](int64_t i, int64_t j, auto N) {
-                tile_of_pairs<N.value>(d / 2, q + i * (wide / 2), wide / 2, panel + j, PANEL, x + i * LINE + at + j, LINE, times);
+                const float* panel = panels + (from + at) * (d / 2);
+                tile_of_pairs<N.value>(d / 2, q + i * (wide / 2), wide / 2, panel + j, PANEL, x + i * LINE + j, LINE, scale);
             });
-        } else {
-            product<false>(rows, keys, d, q, wide, panels + (from + at) * d, PANEL, x + at, LINE, false);
+        if constexpr (U == TILES) {
+            const Factor a{q, wide / 2, 16, 0}, b{panels + (from + at) * (wide / 2), PANEL, 16 * PANEL, 0};
+            product_of_tiles<false, false>(up(rows, 32), up(keys, 32), wide, a, b, x, LINE, false);
+            if (scale != 1)
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t j = 0; j < keys; j += LANES) store(x + r * LINE + j, load(x + r * LINE + j) * scale);
         }
+    }
+}
+
+// c += x b of the keys [from, from + keys), with rows of x as_left and b as right
+template <Units U>
+void as_left(float* x, int64_t rows, int64_t keys) {
+    if constexpr (U == TILES) split_rows(x, rows, LINE, keys);
+}
+template <Units U, class T>
+void right(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+    if constexpr (U == TILES) pair_rows(to, from, rows, step, d, wide);
+    else gather(to, from, rows, step, d, wide, 1.0f);
+}
+template <Units U>
+void weigh(float* x, int64_t rows, int64_t from, int64_t keys, const float* b, int64_t wide, float* c) {
+    if constexpr (U == TILES) {
+        const Factor left{x, LINE, 32, 16}, right{b + from / 2 * wide, wide, 16 * wide, 0};
+        product_of_tiles<true, false>(up(rows, 32), wide, up(keys, 32), left, right, c, wide, true);
+    } else {
+        product<false>(rows, wide, keys, x, LINE, b + from * wide, wide, c, wide, true);
+    }
+}
+
+// c += x^T b, with b as right_of_turned; of tiles the transpose of c is what grows, its rows line_of(t) apart. x is lost if it is `spare`.
+template <Units U, class T>
+void right_of_turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+    if constexpr (U == TILES) turn(to, from, rows, step, d, wide), split_rows(to, wide, PANEL, PANEL);
+    else gather(to, from, rows, step, d, wide, 1.0f);
+}
+constexpr int64_t line_of(int64_t t) { return up(t, PANEL) + LANES; }
+template <Units U>
+void weigh_turned(float* x, float* spare, int64_t rows, int64_t from, int64_t keys, const float* b, int64_t wide, float* c, int64_t t) {
+    if constexpr (U == TILES) {
+        split_columns(spare, x, rows, LINE, up(keys, 32));
+        const Factor left{b, PANEL, 32, 0}, right{spare, LINE, 32 * LINE, 16 * LINE};
+        product_of_tiles<false, true>(wide, up(keys, 32), up(rows, 32), left, right, c + from, line_of(t), true);
+    } else {
+        product<true>(keys, wide, rows, x, LINE, b, wide, c + from * wide, wide, true);
+    }
+}
+// c, when it is done, times scale; `spare` has room for PANEL times t
+template <Units U, class T>
+void leave(T* to, const float* c, int64_t t, int64_t step, int64_t d, int64_t wide, float scale, float* spare) {
+    if constexpr (U != TILES) return scatter(to, c, t, step, d, wide, scale);
+    for (int64_t at = 0; at < d; at += PANEL) {
+        const int64_t some = least(PANEL, d - at);
+        turn(spare, c + at * line_of(t), some, line_of(t), t, t);
+        scatter(to + at, spare, t, step, some, PANEL, scale);
     }
 }
 
@@ -361,25 +245,25 @@ bool tasks(int64_t n, int64_t floats, F f) {
 // ---- forward
 
 // Rows [i, i + rows) of one head.
-template <bool PAIRS, class T>
+template <Units U, class T>
 void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const float* values, float* q, float* x, float* sums) {
     const Problem& p = h.p;
     const int64_t wide = p.wide;
-    float top[ROWS], total[ROWS];
+    float top[ROWS<U>], total[ROWS<U>];
     int64_t begin, end;
     h.seen(i, rows, begin, end);
     for (int64_t r = 0; r < rows; r++) top[r] = -INFINITY, total[r] = 0;
-    left<PAIRS>(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.scale);
-    clear(sums, 0, ROWS * wide);
+    left<U>(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.scale);
+    clear(sums, 0, ROWS<U> * wide);
     for (int64_t from = begin; from < end; from += KEYS) {
         const int64_t keys = least(KEYS, end - from);
-        scores<PAIRS>(x, q, rows, wide, panels, p.d, from, keys, p.scale);
+        scores<U>(x, q, rows, wide, panels, p.d, from, keys, p.scale);
         for (int64_t r = 0; r < rows; r++) {
             float* row = x + r * LINE;
             const int64_t n = most(0, least(keys, h.sees(i + r) - from));
             const float high = h.hide(row, i + r, from, n), now = high > top[r] || high != high ? high : top[r];
             if (now == -INFINITY) {
-                clear(row, 0, keys);
+                clear(row, 0, up(keys, 32));
                 continue;
             }
             if (now != top[r] && total[r] != 0) {
@@ -400,9 +284,10 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
                 h.bits(random, i + r, from, n);
                 for (int64_t j = 0; j < n; j += LANES) store(row + j, masked(load(row + j), random + j, p.rate.threshold));
             }
-            clear(row, up(n, LANES), keys);
+            clear(row, up(n, LANES), up(keys, 32));
+            as_left<U>(row, 1, keys);
         }
-        product<false>(rows, wide, keys, x, LINE, values + from * wide, wide, sums, wide, true);
+        weigh<U>(x, rows, from, keys, values, wide, sums);
     }
     for (int64_t r = 0; r < rows; r++) {
         const bool blind = total[r] == 0;  // it sees nothing; e^(x - inf) is 0
@@ -412,29 +297,30 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
     }
 }
 
-template <bool PAIRS, class T>
+template <Units U, class T>
 bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
     // the queries of a task in parts where there are fewer tasks than would keep all threads busy; a part copies the keys again
-    const int64_t blocks = (longest_q + ROWS - 1) / ROWS, whole = p.sequences * p.kv;
+    const int64_t blocks = (longest_q + ROWS<U> - 1) / ROWS<U>, whole = p.sequences * p.kv;
     const int64_t parts = most(1, least(blocks, mc::threads() == 1 ? 1 : (4 * mc::threads() + whole - 1) / whole));
-    const int64_t each_part = (blocks + parts - 1) / parts * ROWS;
-    const int64_t floats = up(longest_k, PANEL) * (p.d + p.wide) + ROWS * (2 * p.wide + LINE);
+    const int64_t each_part = (blocks + parts - 1) / parts * ROWS<U>;
+    const int64_t floats = up(longest_k, PANEL) * 2 * p.wide + ROWS<U> * (2 * p.wide + LINE);
     return tasks(whole * parts, floats, [&](int64_t task, Scratch& scratch) {
         const int64_t part = task % parts, kv = task / parts % p.kv, sequence = task / parts / p.kv;
         const Head one(p, sequence, kv * p.group());
         const int64_t begin = part * each_part, end = least(one.s, begin + each_part);
         if (begin >= end) return;
-        float* panels = scratch.take(up(one.t, PANEL) * p.d);
-        float* values = scratch.take(one.t * p.wide);
-        float* q = scratch.take(ROWS * p.wide);
-        float* sums = scratch.take(ROWS * p.wide);
-        float* x = scratch.take(ROWS * LINE);
-        clear(q, 0, ROWS * p.wide);  // rows past the last are computed and not read; what they hold must be no subnormals
-        turned<PAIRS>(panels, static_cast<const T*>(p.k) + one.keys(kv), one.t, p.kv * p.d, p.d);
-        gather(values, static_cast<const T*>(p.v) + one.keys(kv), one.t, p.kv * p.d, p.d, p.wide, 1.0f);
+        [[maybe_unused]] const Shaped<U> shape;
+        float* panels = scratch.take(up(one.t, PANEL) * p.wide);
+        float* values = scratch.take(up(one.t, 32) * p.wide);
+        float* q = scratch.take(ROWS<U> * p.wide);
+        float* sums = scratch.take(ROWS<U> * p.wide);
+        float* x = scratch.take(ROWS<U> * LINE);
+        clear(q, 0, ROWS<U> * p.wide);  // rows past the last are computed and not read; what they hold must be no subnormals
+        turned<U>(panels, static_cast<const T*>(p.k) + one.keys(kv), one.t, p.kv * p.d, p.d, p.wide);
+        right<U>(values, static_cast<const T*>(p.v) + one.keys(kv), one.t, p.kv * p.d, p.d, p.wide);
         for (int64_t g = 0; g < p.group(); g++) {
             const Head head(p, sequence, kv * p.group() + g);
-            for (int64_t i = begin; i < end; i += ROWS) attend<PAIRS, T>(head, i, least(ROWS, end - i), panels, values, q, x, sums);
+            for (int64_t i = begin; i < end; i += ROWS<U>) attend<U, T>(head, i, least(ROWS<U>, end - i), panels, values, q, x, sums);
         }
     });
 }
@@ -444,28 +330,34 @@ bool forward(const Problem& p, int64_t longest_q, int64_t longest_k) {
 // the first dS, but O was rounded.
 
 // What a task has of its keys, and the tiles of ROWS queries and all that they see.
+template <Units U>
 struct Backward {
     float *k_panels, *v_panels, *k, *dk, *dv;
-    float *q, *grad, *pairs_q, *pairs_grad, *dq, *x, *dx;
-    static int64_t all_tiles(int64_t t) { return (t + KEYS - 1) / KEYS * ROWS * LINE; }
-    static int64_t floats(int64_t t, int64_t d, int64_t wide) {
-        return up(t, PANEL) * 2 * d + (3 * t + 4 * LANES) * wide + 5 * ROWS * wide + 2 * all_tiles(t);
+    float *q, *grad, *right_q, *right_grad, *dq, *x, *dx, *spare;
+    static int64_t all_tiles(int64_t t) { return (t + KEYS - 1) / KEYS * ROWS<U> * LINE; }
+    static int64_t sums(int64_t t, int64_t wide) { return U == TILES ? line_of(t) * wide : (t + 2 * LANES) * wide; }
+    static int64_t floats(int64_t t, int64_t wide) {
+        const int64_t keys = (2 * up(t, PANEL) + up(t, 32)) * wide + 2 * sums(t, wide);
+        return keys + (3 * ROWS<U> + 2 * PANEL) * wide + 2 * all_tiles(t) + ROWS<U> * LINE;
     }
-    Backward(Scratch& scratch, int64_t t, int64_t d, int64_t wide) {
-        k_panels = scratch.take(up(t, PANEL) * d), v_panels = scratch.take(up(t, PANEL) * d);
-        k = scratch.take(t * wide), dk = scratch.take((t + 2 * LANES) * wide), dv = scratch.take((t + 2 * LANES) * wide);
-        for (float** each : {&q, &grad, &pairs_q, &pairs_grad, &dq}) *each = scratch.take(ROWS * wide);
-        x = scratch.take(all_tiles(t)), dx = scratch.take(all_tiles(t));
-        for (float* each : {q, grad, pairs_q, pairs_grad}) clear(each, 0, ROWS * wide);
+    Backward(Scratch& scratch, int64_t t, int64_t wide) {
+        k_panels = scratch.take(up(t, PANEL) * wide), v_panels = scratch.take(up(t, PANEL) * wide);
+        k = scratch.take(up(t, 32) * wide), dk = scratch.take(sums(t, wide)), dv = scratch.take(sums(t, wide));
+        for (float** each : {&q, &grad, &dq}) *each = scratch.take(ROWS<U> * wide);
+        for (float** each : {&right_q, &right_grad}) *each = scratch.take(PANEL * wide);
+        x = scratch.take(all_tiles(t)), dx = scratch.take(all_tiles(t)), spare = scratch.take(ROWS<U> * LINE);
+        for (float* each : {q, grad}) clear(each, 0, ROWS<U> * wide);
+        clear(dk, 0, sums(t, wide));
+        clear(dv, 0, sums(t, wide));
     }
 };
 
 // x = P of rows [i, i + rows) and keys [from, from + keys), where dropped negated; dx = dO V^T; and what they add to each row's D
-template <bool PAIRS>
-void probabilities(const Head& h, int64_t i, int64_t rows, int64_t from, int64_t keys, const Backward& b, float* x, float* dx, float* inner) {
+template <Units U>
+void probabilities(const Head& h, int64_t i, int64_t rows, int64_t from, int64_t keys, const Backward<U>& b, float* x, float* dx, float* inner) {
     const Problem& p = h.p;
-    scores<PAIRS>(x, PAIRS ? b.pairs_q : b.q, rows, p.wide, b.k_panels, p.d, from, keys, p.scale);
-    scores<PAIRS>(dx, PAIRS ? b.pairs_grad : b.grad, rows, p.wide, b.v_panels, p.d, from, keys, 1);
+    scores<U>(x, b.q, rows, p.wide, b.k_panels, p.d, from, keys, p.scale);
+    scores<U>(dx, b.grad, rows, p.wide, b.v_panels, p.d, from, keys, 1);
     for (int64_t r = 0; r < rows; r++) {
         float *row = x + r * LINE, *drow = dx + r * LINE;
         const int64_t n = most(0, least(keys, h.sees(i + r) - from)), clean = least(up(keys, LANES) + LANES, LINE);
@@ -490,23 +382,26 @@ void probabilities(const Head& h, int64_t i, int64_t rows, int64_t from, int64_t
 }
 
 // Rows [i, i + rows) of one head.
-template <bool PAIRS, class T>
-void differentiate(const Head& h, int64_t i, int64_t rows, const Backward& b) {
+template <Units U, class T>
+void differentiate(const Head& h, int64_t i, int64_t rows, const Backward<U>& b) {
     const Problem& p = h.p;
-    const int64_t d = p.d, wide = p.wide, step = p.heads * d;
+    const int64_t d = p.d, wide = p.wide, step = p.heads * d, t = h.t;
     const T *q = static_cast<const T*>(p.q) + h.queries(i), *grad = static_cast<const T*>(p.grad) + h.queries(i);
-    gather(b.q, q, rows, step, d, wide, p.scale);
-    gather(b.grad, grad, rows, step, d, wide, 1.0f);
-    if constexpr (PAIRS) gather_pairs(b.pairs_q, q, rows, step, d, wide), gather_pairs(b.pairs_grad, grad, rows, step, d, wide);
-    clear(b.dq, 0, ROWS * wide);
+    left<U>(b.q, q, rows, step, d, wide, p.scale);
+    left<U>(b.grad, grad, rows, step, d, wide, 1.0f);
+    if constexpr (U != SINGLE) {
+        right_of_turned<U>(b.right_q, q, rows, step, d, wide);
+        right_of_turned<U>(b.right_grad, grad, rows, step, d, wide);
+    }
+    clear(b.dq, 0, ROWS<U> * wide);
     int64_t begin, end;
     h.seen(i, rows, begin, end);
-    float inner[ROWS] = {};
+    float inner[ROWS<U>] = {};
     const auto each_tile = [&](auto f) {
         int64_t at = 0;
-        for (int64_t from = begin; from < end; from += KEYS, at += ROWS * LINE) f(from, least(KEYS, end - from), b.x + at, b.dx + at);
+        for (int64_t from = begin; from < end; from += KEYS, at += ROWS<U> * LINE) f(from, least(KEYS, end - from), b.x + at, b.dx + at);
     };
-    each_tile([&](int64_t from, int64_t keys, float* x, float* dx) { probabilities<PAIRS>(h, i, rows, from, keys, b, x, dx, inner); });
+    each_tile([&](int64_t from, int64_t keys, float* x, float* dx) { probabilities<U>(h, i, rows, from, keys, b, x, dx, inner); });
     each_tile([&](int64_t from, int64_t keys, float* x, float* dx) {
         for (int64_t r = 0; r < rows; r++) {
             float *row = x + r * LINE, *drow = dx + r * LINE;
@@ -524,50 +419,62 @@ void differentiate(const Head& h, int64_t i, int64_t rows, const Backward& b) {
                 each(n, [&](int64_t j, int lanes) MC_INLINED { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
             }
         }
-        product<true>(keys, wide, rows, x, LINE, b.grad, wide, b.dv + from * wide, wide, true);
-        product<true>(keys, wide, rows, dx, LINE, b.q, wide, b.dk + from * wide, wide, true);
-        product<false>(rows, wide, keys, dx, LINE, b.k + from * wide, wide, b.dq, wide, true);
+        weigh_turned<U>(x, x, rows, from, keys, U == SINGLE ? b.grad : b.right_grad, wide, b.dv, t);
+        weigh_turned<U>(dx, b.spare, rows, from, keys, U == SINGLE ? b.q : b.right_q, wide, b.dk, t);
+        as_left<U>(dx, rows, keys);
+        weigh<U>(dx, rows, from, keys, b.k, wide, b.dq);
     });
     scatter(static_cast<T*>(p.dq) + h.queries(i), b.dq, rows, step, d, wide, p.scale);
 }
 
-template <bool PAIRS, class T>
+template <Units U, class T>
 void backward_of(const Problem& p, int64_t sequence, int64_t kv, Scratch& scratch) {
     const Head one(p, sequence, kv * p.group());
     const int64_t t = one.t, d = p.d, wide = p.wide, step = p.kv * d;
     scratch.at = scratch.block;
-    const Backward b(scratch, t, d, wide);
+    [[maybe_unused]] const Shaped<U> shape;
+    const Backward<U> b(scratch, t, wide);
     const T *k = static_cast<const T*>(p.k) + one.keys(kv), *v = static_cast<const T*>(p.v) + one.keys(kv);
-    turned<PAIRS>(b.k_panels, k, t, step, d);
-    turned<PAIRS>(b.v_panels, v, t, step, d);
-    gather(b.k, k, t, step, d, wide, 1.0f);
-    clear(b.dk, 0, t * wide);
-    clear(b.dv, 0, t * wide);
+    turned<U>(b.k_panels, k, t, step, d, wide);
+    turned<U>(b.v_panels, v, t, step, d, wide);
+    right<U>(b.k, k, t, step, d, wide);
     for (int64_t g = 0; g < p.group(); g++) {
         const Head h(p, sequence, kv * p.group() + g);
-        for (int64_t i = 0; i < h.s; i += ROWS) differentiate<PAIRS, T>(h, i, least(ROWS, h.s - i), b);
+        for (int64_t i = 0; i < h.s; i += ROWS<U>) differentiate<U, T>(h, i, least(ROWS<U>, h.s - i), b);
     }
-    scatter(static_cast<T*>(p.dk) + one.keys(kv), b.dk, t, step, d, wide, 1.0f);
-    scatter(static_cast<T*>(p.dv) + one.keys(kv), b.dv, t, step, d, wide, p.drop ? p.rate.scale : 1.0f);
+    leave<U>(static_cast<T*>(p.dk) + one.keys(kv), b.dk, t, step, d, wide, U == SINGLE ? 1.0f : p.scale, b.x);  // of fp32 q has it
+    leave<U>(static_cast<T*>(p.dv) + one.keys(kv), b.dv, t, step, d, wide, p.drop ? p.rate.scale : 1.0f, b.x);
 }
 
-template <bool PAIRS, class T>
+template <Units U, class T>
 bool backward(const Problem& p, int64_t longest_k) {
     // what shares an element of the mask's gradient is one task, in a fixed order
     const int64_t sequences = p.dmask && p.mask_b == 1 ? 1 : p.sequences, kvs = p.dmask && p.mask_h == 1 ? 1 : p.kv;
-    return tasks(sequences * kvs, Backward::floats(longest_k, p.d, p.wide), [&](int64_t task, Scratch& scratch) {
+    return tasks(sequences * kvs, Backward<U>::floats(longest_k, p.wide), [&](int64_t task, Scratch& scratch) {
         const int64_t a = task / kvs, b = task % kvs;
         for (int64_t sequence = a; sequence < p.sequences; sequence += sequences)
-            for (int64_t kv = b; kv < p.kv; kv += kvs) backward_of<PAIRS, T>(p, sequence, kv, scratch);
+            for (int64_t kv = b; kv < p.kv; kv += kvs) backward_of<U, T>(p, sequence, kv, scratch);
     });
 }
 
-template <bool FORTH, bool PAIRS, class T>
-bool compute(const Problem& p, int64_t longest_q, int64_t longest_k) {
-    if constexpr (PAIRABLE && !PAIRS && std::is_same_v<T, bf16>)
-        if (pairs_here() && p.d % 2 == 0) return compute<FORTH, true, T>(p, longest_q, longest_k);
-    if constexpr (FORTH) return forward<PAIRS, T>(p, longest_q, longest_k);
-    else return backward<PAIRS, T>(p, longest_k);
+template <bool FORTH, Units U, class T>
+bool compute_by(const Problem& p, int64_t longest_q, int64_t longest_k) {
+    if constexpr (FORTH) return forward<U, T>(p, longest_q, longest_k);
+    else return backward<U, T>(p, longest_k);
+}
+template <bool FORTH, class T>
+bool compute(Problem& p, int64_t longest_q, int64_t longest_k) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        const Units best = p.d % 2 ? SINGLE : units(std::getenv("MODELCENTER_CPU"));
+        if constexpr (TILED)
+            if (best == TILES) {
+                p.wide = up(p.d, 32);
+                return compute_by<FORTH, TILES, T>(p, longest_q, longest_k);
+            }
+        if constexpr (PAIRED)
+            if (best == PAIRS) return compute_by<FORTH, PAIRS, T>(p, longest_q, longest_k);
+    }
+    return compute_by<FORTH, SINGLE, T>(p, longest_q, longest_k);
 }
 
 // The arguments that both directions have.
@@ -644,7 +551,7 @@ MC_KERNEL(attention) {
     call.ready();
     if (!q.shape.count()) return;
     bool done = false;
-    MC_FOR_FLOAT(q.dtype, T, done = compute<true, false, T>(p, longest_q, longest_k))
+    MC_FOR_FLOAT(q.dtype, T, done = compute<true, T>(p, longest_q, longest_k))
     if (!done) call.refuse("no memory");
 }
 
@@ -663,6 +570,6 @@ MC_KERNEL(attention_backward) {
     read_rest(call, p, mask, longest_q, longest_k);
     call.ready();
     bool done = false;
-    MC_FOR_FLOAT(q.dtype, T, done = compute<false, false, T>(p, longest_q, longest_k))
+    MC_FOR_FLOAT(q.dtype, T, done = compute<false, T>(p, longest_q, longest_k))
     if (!done) call.refuse("no memory");
 }

@@ -412,7 +412,7 @@ static int enlist(py::module_ module, int low, int high) {
 
 PYBIND11_MODULE(_C, m) {
     using namespace mc;
-    const char* limit = std::getenv("MODELCENTER_CPU");  // base, avx2 or avx512: for tests and for doubt
+    const char* limit = std::getenv("MODELCENTER_CPU");  // base, avx2 or avx512 (product.h): for tests and for doubt
     int level = cpu_level();
     if (limit && !std::strcmp(limit, "base")) level = 0;
     if (limit && !std::strcmp(limit, "avx2") && level > 1) level = 1;

@@ -1,5 +1,5 @@
 """Bugs planted in the CPU's kernels. Each changes a line of a copy of csrc, is compiled for the instruction set that is used here,
-and the test that it names must then fail; on an unchanged copy all of them pass."""
+and the test that it names must then fail; on an unchanged copy all of them pass. What only processors with AMX run is run by hand."""
 
 import os
 import re
@@ -25,6 +25,7 @@ class Mutant(Plant):
 
     test: str
     error: str = "(AssertionError|assert )"
+    tiles: bool = False  # by tests/emulate/amx.h
 
 
 def exact(op: str, dtype: str = "float32") -> str:
@@ -35,6 +36,7 @@ def bitwise(dtype: str, options: str, moments: str = "bf16") -> str:
     return f"test_adamw.py::test_the_kernel_is_the_reference_bit_for_bit[torch.{dtype}-{options}-{moments}-aligned-cpu]"
 
 
+ALONE = "test_rounding.py::test_attention_in_16_bits_rounds_its_results_alone[torch.bfloat16]"
 DECAY = "    p = p * c.keep;\n"
 MOMENTS = "    m = m + (g - m) * c.rise1;\n    v = v * c.keep2 + (g * g) * c.rise2;\n"
 STEP = "    p = p - exact.ratio(m * item.size, exact.root(v) * item.root + c.eps);\n"
@@ -56,9 +58,9 @@ MUTANTS = (
            "test_rounding.py::test_the_norm_of_a_sum_is_rounded_once[768-torch.bfloat16-add_layer_norm-cpu]"),
     Mutant("what-is-but-rounding-normed", "norm.cpp", "if (whole && found.far())", "if (false)",
            "test_ops.py::test_values_and_gradients_are_the_formulas[torch.bfloat16-add_layer_norm]"),
-    Mutant("one-sum-of-many", "attention.cpp", "SUM = TURNED || add ? 64 : 32;", "SUM = TURNED || add ? 1 << 20 : 32;",
+    Mutant("one-sum-of-many", "product.h", "SUM = TURNED || add ? 64 : 32;", "SUM = TURNED || add ? 1 << 20 : 32;",
            "test_rounding.py::test_attention_adds_up_sums_of_few"),
-    Mutant("scores-summed-at-once", "attention.cpp", "int64_t SUM = TURNED || add ? 64 : 32;", "int64_t SUM = 64;",
+    Mutant("scores-summed-at-once", "product.h", "int64_t SUM = TURNED || add ? 64 : 32;", "int64_t SUM = 64;",
            "test_rounding.py::test_attention_adds_up_sums_of_few"),
     Mutant("probabilities-of-a-rounded-logarithm", "attention.cpp", "below(score - top) * share,",
            "below(score - (top - std::log(share))),", "test_rounding.py::test_attention_adds_up_sums_of_few"),
@@ -88,16 +90,25 @@ MUTANTS = (
     Mutant("half-of-the-z-loss", "cross_entropy.cpp", "grad * (1 + 2 * loss.z * lse[i])", "grad * (1 + loss.z * lse[i])",
            exact("cross_entropy")),
     Mutant("inner-product-of-the-last-keys", "attention.cpp", "inner[r] += sum(total);", "inner[r] = sum(total);",
-           "test_rounding.py::test_attention_in_16_bits_rounds_its_results_alone[torch.bfloat16]"),
+           ALONE),
     Mutant("what-was-dropped-weighs", "attention.cpp", "kept = drop ? vmax(vf{}, e) : e;", "kept = drop ? vabs(e) : e;",
-           "test_rounding.py::test_attention_in_16_bits_rounds_its_results_alone[torch.bfloat16]"),
+           ALONE),
     Mutant("what-was-dropped-has-no-gradient", "attention.cpp", "- vabs(e) * mean", "- kept * mean",
-           "test_rounding.py::test_attention_in_16_bits_rounds_its_results_alone[torch.bfloat16]"),
+           ALONE),
     Mutant("hidden-keys-weigh-something", "attention.cpp", BELOW, BELOW.replace("-87.0f", "-INFINITY"),
            "test_rounding.py::test_hidden_keys_weigh_nothing[torch.bool]"),
     Mutant("sum-of-earlier-keys-not-rescaled", "attention.cpp", "                total[r] *= less;\n", "", exact("attention")),
     Mutant("a-mask-of-nan-hides", "attention.cpp", "return x == -INFINITY; }", "return ~(x > -INFINITY); }",
            "test_kernels.py::test_no_nan_is_lost[torch.float32-attention]"),
+    Mutant("what-a-probability-cuts-off-lost", "product.h", "if constexpr (LEFT) { MC_LEFT(left + a.low) MC_MULTIPLY }", "",
+           ALONE, tiles=True),
+    Mutant("what-a-turned-probability-cuts-off-lost", "product.h", "if constexpr (RIGHT) { MC_RIGHT(right + b.low) MC_MULTIPLY }", "",
+           ALONE, tiles=True),
+    Mutant("scale-of-tiles-lost", "attention.cpp", "if (scale != 1)", "if (false)", exact("attention", "bfloat16"), tiles=True),
+    Mutant("keys-past-the-last-pair-unwritten", "attention.cpp", "split_columns(spare, x, rows, LINE, up(keys, 32));",
+           "split_columns(spare, x, rows, LINE, keys);", ALONE, tiles=True),
+    Mutant("no-shape-said", "attention.cpp", "    [[maybe_unused]] const Shaped<U> shape;\n    const Backward", "    const Backward",
+           ALONE, "Fatal", tiles=True),
     Mutant("turned-forth-again", "rotary.h", "? -1.0f : 1.0f", "? 1.0f : 1.0f", exact("rotary")),
 )
 # elsewhere the line does not run
@@ -114,9 +125,10 @@ pytestmark = [
 ]
 
 
-def build(source: Path, temp: Path) -> Path:
+def build(source: Path, temp: Path, tiles: bool) -> Path:
     """The extension at one level of optimisation and one instruction set: what is wrong is so with any."""
-    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": "-O1 -w", "MODELCENTER_LEVELS": str(LEVELS[_kernels._C.cpu_level])}
+    flags = f"-O1 -w -include {HERE / 'emulate' / 'amx.h'}" if tiles else "-O1 -w"
+    env = {**os.environ, "MODELCENTER_CUDA": "0", "CFLAGS": flags, "MODELCENTER_LEVELS": str(LEVELS[_kernels._C.cpu_level])}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-temp", str(temp), "--build-lib", str(temp)]
     done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, timeout=500)
     made = list((temp / "modelcenter").glob("_C*"))
@@ -125,37 +137,49 @@ def build(source: Path, temp: Path) -> Path:
 
 
 def verdict(kernels: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "MODELCENTER_KERNELS": str(kernels), "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "2"}
+    dirty = {"MALLOC_PERTURB_": "1"}  # memory that nothing was written to is nothing like 0
+    env = {**os.environ, "MODELCENTER_KERNELS": str(kernels), "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "2", **dirty}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *(str(HERE / test) for test in tests)]
     return subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=500)
 
 
+Built = dict[bool, tuple[Path, Path]]  # by hand or not: the objects, the extension
+
+
 @pytest.fixture(scope="module")
-def unchanged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A copy of the sources, the objects made of it, the extension."""
-    folder = tmp_path_factory.mktemp("kernels")
-    source, temp = folder / "source", folder / "temp"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources."""
+    source = tmp_path_factory.mktemp("kernels") / "source"
     for part in ("csrc", "modelcenter", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         place = HERE.parent / part
         skip = shutil.ignore_patterns("_C*", "__pycache__")
         shutil.copytree(place, source / part, ignore=skip) if place.is_dir() else shutil.copy2(place, source / part)
-    return source, temp, build(source, temp)
+    return source
 
 
-def test_unchanged_all_pass(unchanged: tuple[Path, Path, Path]) -> None:
-    done = verdict(unchanged[2], *dict.fromkeys(mutant.test for mutant in MUTANTS))
+@pytest.fixture(scope="module")
+def unchanged(source: Path) -> Built:
+    temps = {tiles: source.parent / ("tiles" if tiles else "temp") for tiles in (False, True)}
+    return {tiles: (temp, build(source, temp, tiles)) for tiles, temp in temps.items()}
+
+
+@pytest.mark.parametrize("tiles", [False, True], ids=["here", "tiles"])
+def test_unchanged_all_pass(unchanged: Built, tiles: bool) -> None:
+    done = verdict(unchanged[tiles][1], *dict.fromkeys(mutant.test for mutant in MUTANTS if mutant.tiles is tiles))
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
-def test_mutant(mutant: Mutant, unchanged: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    source, temp, _ = unchanged
-    shutil.copytree(temp, tmp_path / "temp")
+def test_mutant(mutant: Mutant, source: Path, unchanged: Built, tmp_path: Path) -> None:
+    shutil.copytree(unchanged[mutant.tiles][0], tmp_path / "temp")
     file = source / "csrc" / mutant.file
     before = file.read_text()
     try:
         mutant.into(source / "csrc")
-        done = verdict(build(source, tmp_path / "temp"), mutant.test)
+        done = verdict(build(source, tmp_path / "temp", mutant.tiles), mutant.test)
     finally:
         file.write_text(before)
-    assert done.returncode == 1 and re.search(f"^E   {mutant.error}", done.stdout, re.M), done.stdout[-2000:]
+    if mutant.error == "Fatal":  # the process ended
+        assert done.returncode < 0, done.stdout[-2000:]
+    else:
+        assert done.returncode == 1 and re.search(f"^E   {mutant.error}", done.stdout, re.M), done.stdout[-2000:]

@@ -1,7 +1,7 @@
 """The compiled kernels of this installation: which ones exist, for which devices, and how they are called.
 
 MODELCENTER_KERNELS=0 disables the kernels, and with a file there, that is loaded in place of the installed ones;
-MODELCENTER_CPU=base or avx2 limits those for the CPU to an older instruction set. Any other value is an InputError.
+MODELCENTER_CPU=base, avx2 or avx512, the last without units for bf16, limits those for the CPU. Any other value is an InputError.
 """
 
 import importlib.util
