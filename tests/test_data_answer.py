@@ -85,7 +85,7 @@ def test_a_table_holds_the_json_of_answers(tokenizer: Tokenizer) -> None:
         make_examples("qa", [replace(plain[0], fields={**plain[0].fields, "answers": pandas})], tokenizer, DATA)
 
 
-@pytest.mark.parametrize("size", [48, 50])  # of 50 tokens a window ends within an answer
+@pytest.mark.parametrize("size", [48, 50, 51])  # of 50 tokens a window ends within an answer, and of 51 one begins in it
 def test_labels_are_the_answer_where_a_window_holds_it_whole(size: int, tokenizer: Tokenizer) -> None:
     examples = make_examples("qa", records(none=True), tokenizer, replace(DATA, seq_len=size))
     assert isinstance(examples, Questions)
@@ -114,6 +114,16 @@ def test_a_character_of_several_tokens_is_an_answer(answer: str) -> None:
     ids, _, (first, last) = examples.at(0, 0)
     assert isinstance(examples, Questions) and made.decode(ids[first : last + 1]) == answer
     assert examples.answers(scores(examples, 9.0)) == [answer]
+
+
+@pytest.mark.parametrize(("answer", "answers"), [(" ", []), ("\u200b", ["\u200b"])], ids=["space", "no width"])
+def test_an_answer_of_no_token_is_none(answer: str, answers: list[str]) -> None:
+    """Its label began behind its end."""
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = tokenizers.normalizers.BertNormalizer(), tokenizers.pre_tokenizers.Whitespace()
+    fields = {"context": "a \u200b a", "question": "a", "answers": {"text": [answer], "answer_start": [1 + (answer != " ")]}}
+    examples = make_examples("qa", [Record(fields, "f", 1)], Tokenizer(raw, {}), DataConfig(path="x", seq_len=9, stride=1))
+    assert isinstance(examples, Questions) and examples.labels == [(0, 0)] and examples.references == [answers]
 
 
 def scores(examples: Questions, right: float, none: float = 0.0) -> list[np.ndarray]:
@@ -223,5 +233,5 @@ def test_refusals(tokenizer: Tokenizer, fields: dict[str, object], words: str) -
     record = Record(records()[0].fields | fields, "f", 1)
     with pytest.raises(InputError, match=f"f: line 1: .*{words}"):
         make_examples("qa", [record], tokenizer, DATA)
-    with pytest.raises(InputError, match=r"data\.seq_len: 20 with a question of"):
+    with pytest.raises(InputError, match=r"f: line 1: data\.seq_len 20 with a question of \d+ tokens; more than \d+, or a smaller"):
         make_examples("qa", records(), tokenizer, DataConfig(path="x", seq_len=20, stride=8))

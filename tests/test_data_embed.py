@@ -1,5 +1,6 @@
 """Sentence embeddings: losses and gradients as sentence-transformers computes them, packed or not, and Spearman on pairs."""
 
+import warnings
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,8 @@ from modelcenter.train.evaluate import count_targets, evaluate
 from modelcenter.train.prepare import prepare
 from modelcenter.train.resolve import most_of, resolve
 from modelcenter.train.step import accumulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* pairs have a text of another:UserWarning")  # as in most tests, to be short
 
 CASE = zoo.Case("bert", "default", "embed")
 PAIR: dict[str, Any] = {"text_key": "a", "pair_key": "b"}
@@ -181,6 +184,18 @@ def test_rows_and_what_is_shown(tokenizer: Tokenizer) -> None:
     scored = make_examples("similarity", [row], tokenizer, replace(data, negative_key=None, score_max=5.0))
     shown = find_objective("similarity").sample(scored.collate([scored.at(0, 0)]), tokenizer, None)
     assert shown == "<s>query: ab</s>\n  to: <s>cd</s>\n  score: 0.8"
+
+
+@pytest.mark.parametrize(("some", "again"), [
+    (["ab", "cd"], None), (["ab", "cd", "ae"], "2 of 3 .*line 1"), (["ab", "cd", "eb", "fg"], "2 of 4 .*line 1"),
+    (["ab", "ba"], None), (["abx", "cdb"], "1 of 2 .*line 1"), (["abx", "cdx"], None), (["ab", "cd", "cd"], "2 of 3 .*line 2"),
+])  # fmt: skip
+def test_texts_that_are_near_to_one_and_far_from_another_are_told(some: list[str], again: str | None, tokenizer: Tokenizer) -> None:
+    """Letters of a row: the text, the one near it, one that is far. A text that is far from several is as it should be."""
+    rows = [Record(dict(zip(("a", "b", "far"), row, strict=False)), "f", n) for n, row in enumerate(some, 1)]
+    data = DataConfig(**PAIR, seq_len=9, negative_key="far" if len(some[0]) > 2 else None)
+    with pytest.warns(UserWarning, match=rf"^{again}\): what is near") if again else warnings.catch_warnings(action="error"):
+        make_examples("contrastive", rows, tokenizer, data)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -109,7 +109,7 @@ def test_blocks_move_by_epoch_in_training_only() -> None:
 def test_texts_that_nobody_filled_in_are_counted(bert: Tokenizer, train: bool) -> None:
     """transformers reads such rows without a word; of a pair one text will do (TNEWS has headlines without keywords)."""
     data = DataConfig(pair_key="more", seq_len=16)
-    some = [("a b", "c"), ("", ""), ("a", ""), ("", ""), ("", "b")]
+    some = [("a b", "c"), ("", ""), ("a", ""), (" \t\n", " "), ("", "b")]
     records = [Record({"text": a, "more": b, "label": k % 2}, "f.csv", k + 2) for k, (a, b) in enumerate(some)]
     use = "trained on" if train else "judged"
     with pytest.warns(UserWarning, match=rf"^2 of 5 pairs are empty \(first: f\.csv, line 3\): {use} as they are$"):
@@ -526,14 +526,41 @@ def test_several_labels(bert: Tokenizer) -> None:
 def test_labels_that_are_likely_to_be_one_are_told() -> None:
     """As hands write them; classes that a data set names itself are meant."""
     classify, data = find_objective("classify"), DataConfig()
-    for labels, found in ((["Not  so", "Pos", "not so", "pos", "pos "], "'Not  so' and 'not so' differ .* alone, as do others:"),
-                          (["Pos", "neg", "pos", "pos "], "'Pos' and 'pos' and 'pos ' differ in spaces or capitals alone:")):
+    kind = "differ in spaces, capitals or Unicode spelling alone"
+    for labels, found in ((["Not  so", "Pos", "not so", "pos", "pos "], f"'Not  so' and 'not so' {kind}, as do others:"),
+                          (["Pos", "neg", "pos", "pos "], f"'Pos' and 'pos' and 'pos ' {kind}:"),
+                          (["pos", "pos\u200b"], rf"'pos' and 'pos\\u200b' {kind}:"),
+                          (["e\u0301", "\xe9"], rf"'e\\u0301' and '\\xe9' {kind}:")):  # é, as two programs write it
         with pytest.warns(UserWarning, match=f"^data.jsonl: label: {found} each is a label of its own$"):
             assert classify.names(rows(*({"text": "a", "label": label} for label in labels)), data) == tuple(labels)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for names in (class_names(["us", "US"]), ["a b", "a-b", "ab"]):
             assert classify.names(rows(*({"text": "a", "label": label} for label in names)), data) == tuple(names)
+
+
+@pytest.mark.parametrize("name", ["nan", "None", "-"])
+def test_a_label_that_is_likely_to_stand_for_none_is_told(name: str) -> None:
+    """As tables hold it where nobody filled one in; to a model that has such a class it is one."""
+    data, said = DataConfig(), "is a label of its own: leave it out of the data if it stands for none"
+    for objective, key, made in (("classify", "label", str), ("multilabel", "label", str), ("tag", "tags", lambda label: [label])):
+        some = rows(*({"tokens": ["a"], key: made(label)} for label in ("0", name, "1", name)))
+        with pytest.warns(UserWarning, match=rf"^data\.jsonl: {key}: '{name}' \(2 times, first in line 2\) {said}$"):
+            assert find_objective(objective).names(some, data) == tuple(sorted(["0", "1", name]))
+        assert find_objective(objective).names(some, data, ("0", name, "1")) == ("0", name, "1")
+
+
+def test_labels_with_another_mark_between_them_are_told() -> None:
+    """In a list they are meant."""
+    names, data = find_objective("multilabel").names, DataConfig()
+    for text in ("x;y", "x | y"):
+        with pytest.warns(UserWarning, match=rf"^data\.jsonl: line 2: label: '{re.escape(text)}' is one label: commas part labels"):
+            names(rows({"label": "x"}, {"label": text}), data)
+    assert names(rows({"label": ["x;y"]}, {"label": '["x|y"]'}), data) == ("x;y", "x|y")
+    for text in ("('x', 'y')", "{'x'}", "(1, 2)", "['x' 'y']"):
+        with pytest.raises(InputError, match=rf"line 1: label is {re.escape(text)}, text that is not JSON .*; its JSON, as "):
+            names(rows({"label": text}, {"label": "x"}), data)
+    assert names(rows({"label": "(x)"}, {"label": "f(x)"}), data) == ("(x)", "f(x)")
 
 
 def test_a_number_of_each_label_is_no_list_of_them(bert: Tokenizer) -> None:

@@ -54,7 +54,7 @@ def ragged_records(count: int = 23) -> list[Record]:
     random = np.random.default_rng(0)
 
     def text() -> str:
-        return "".join(random.choice(list("abcdef "), random.integers(1, 19)))
+        return "".join(random.choice(list("abcdef "), random.integers(1, 19))).replace(" ", "a", 1)  # white space alone is told of
 
     def words(k: int) -> dict[str, Any]:
         return {"tokens": [(text() + "a")[:3] for _ in range(k % 5 + 1)], "tags": ["BIO"[(k + n) % 3] for n in range(k % 5 + 1)]}

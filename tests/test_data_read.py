@@ -1,5 +1,6 @@
 """Records: every format, gzipped or not, and a refusal by file and line for what is not one."""
 
+import csv
 import gzip
 import io
 import json
@@ -76,11 +77,47 @@ def test_tsv_has_no_quoting(tmp_path: Path) -> None:
     assert [r.line for r in read_records(str(file))] == [2, 3]
 
 
+WRITTEN = [('say "hé"', "0"), ("a tab\t", "1"), ("two\nlines", "1"), ('"whole"', "1"), ("", "0"), ('"', "0"), ("\r\n", "1")]
+
+
+@pytest.mark.parametrize("rows", [WRITTEN, WRITTEN[:1], WRITTEN[1:2], WRITTEN[2:3]], ids=["all", "quotes", "tab", "lines"])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+@pytest.mark.parametrize("header", [True, False])
+def test_a_tsv_that_a_program_has_quoted(rows: list[tuple[str, str]], quoting: Any, header: bool, tmp_path: Path) -> None:
+    """As pandas' to_csv and csv.writer do it: the quotes, and the fields' ends within them, were taken as they stood."""
+    with open(tmp_path / "a.tsv", "w", newline="") as file:
+        csv.writer(file, delimiter="\t", quoting=quoting).writerows([("text", "label")] * header + rows)
+    found = read_records(str(tmp_path / "a.tsv"), header=header)
+    assert [tuple(r.fields.values()) for r in found] == rows and has_tables(found)
+
+
+def test_a_tsv_whose_names_are_quoted_too(tmp_path: Path) -> None:
+    [row] = read_records(str(write(tmp_path / "a.tsv", '"text"\t"label"\n"a"\t0\n')))
+    assert row.fields == {"text": "a", "label": "0"} and row.line == 2
+
+
+@pytest.mark.parametrize("rows", [
+    ['"I came.\t0', 'I saw."\t1'], ['"Great"\t1', "a\t0"], ['say "x"\t1'], ['5" of it\t1', '"a ""b"\t0'], ['"\t1', 'a ""b"\t0'],
+    ['"Oh" he said, "no"\t1', '"so ""it"""\t0'], ['""\t1'],
+], ids=["sentences", "whole", "inside", "inch", "alone", "twice", "empty"])  # fmt: skip
+def test_quotes_that_a_text_has(rows: list[str], tmp_path: Path) -> None:
+    found = read_records(str(write(tmp_path / "a.tsv", "\n".join(["text\tlabel", *rows]))))
+    assert ["\t".join(r.fields.values()) for r in found] == rows
+
+
 def test_a_text_file_is_one_document_as_it_stands(tmp_path: Path) -> None:
-    text = "a\r\n\n b\u2028c\t"
+    text = "a\n\n b\u2028c\r\t"
     file = write(tmp_path / "x.py", text)
     [record] = read_records(str(file))
     assert record.fields == {"text": text} and record.line is None
+
+
+def test_lines_that_end_as_on_windows_end_as_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelcenter.data.formats.DOCUMENT", 8)
+    records = read_records(str(write(tmp_path / "a.txt", "\ufeffa\r\nb é\r\n\r\nc")))
+    assert [(r.fields["text"], r.start) for r in records] == [("a\n", 0), ("b é\n\n", 2), ("c", 7)]
+    with pytest.raises(InputError, match="character 7: 'c' is not"):
+        make_examples("lm", records, open_tokenizer("char", "ab é\n"), DataConfig(seq_len=2))
 
 
 @pytest.mark.parametrize("text", ["{x}", "{", "{}", '["a"]\n', '{"a": ' * 4000, 'x = {"a": 1}', '{"a": 1} + 2'])
@@ -384,6 +421,18 @@ def test_refusals(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     with pytest.raises(InputError, match=said) as error:
         list(read_records(str(file)))
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "content", "place", "order"), [
+    ("a.csv", "a,b\n1,2\n".encode("utf-16-le"), "line 1: byte 1", "le"),
+    ("a.txt", "é\n".encode("utf-16-be"), "line 1: byte 0", "be"),
+    ("a.txt", b"one\ntwo\0\0\n\xff", "line 2: byte 3", "le"), ("a.txt", b"one\n" * 9 + b"\0" * 9, "line 10: byte 0", "be"),
+], ids=["le", "be", "both", "filled"])  # fmt: skip
+def test_no_text_has_a_zero_byte(name: str, content: bytes, place: str, order: str, tmp_path: Path) -> None:
+    """As UTF-16 without a mark, and the end of a file after a crash."""
+    said = rf"{place} \(0x00\) is in no text but UTF-16; UTF-8 text: iconv -f utf-16{order} -t utf-8 makes it of that, tr -d "
+    with pytest.raises(InputError, match=said):
+        list(read_records(str(write(tmp_path / name, content))))
 
 
 def test_a_damaged_gzip_is_refused(tmp_path: Path) -> None:
@@ -697,6 +746,9 @@ def test_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [r.fields for r in read_records(str(tmp_path / "dict" / "test"))] == wanted[2:]
     with pytest.raises(InputError, match=r"a dataset of the splits test, train; one of them: .*dict/test"):
         read_records(str(tmp_path / "dict"))
+    data.select([]).save_to_disk(tmp_path / "none")
+    with pytest.raises(InputError, match=r"none: data\.path: no record; data with at least one record"):
+        read_records(str(tmp_path / "none"))
     (tmp_path / "saved" / "state.json").write_text("{")
     with pytest.raises(InputError, match=r"saved: data.path: cannot be read"):
         read_records(str(tmp_path / "saved"))

@@ -281,9 +281,11 @@ def test_refusals(asked: Tokenization, tmp_path: Path) -> None:
     (tmp_path / "e.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(InputError, match=r"e\.jsonl: text_key: no token in all texts"):
         tokenize(replace(asked, path=str(tmp_path / "e.jsonl")))
+    assert left(asked.out) == []  # there is nothing to go on with
     (tmp_path / "n.jsonl").write_text('{"text": "a"}\n{"text": 3}\n')
     with pytest.raises(InputError, match=r"n\.jsonl: line 2: text is 3; text "):
         tokenize(replace(asked, path=str(tmp_path / "n.jsonl")))
+    assert left(asked.out) == []
     with module.claimed(Path(asked.out)), pytest.raises(InputError, match="a: out: another process is writing it"):
         tokenize(asked)
 

@@ -23,7 +23,9 @@ from modelcenter.parallel.ranks import ALONE, Ranks
 from modelcenter.train.evaluate import count_targets, evaluate
 from modelcenter.train.step import accumulate, update
 
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module .* returned a view:UserWarning", "ignore:.* pairs have a text of another:UserWarning"
+)
 
 # batch, micro-batch of a rank, symmetric, with negatives; of two ranks the last has no row left in the third forward of the second
 # case, and in the last a pair has none to be told from but those of other ranks

@@ -1,5 +1,6 @@
 """Bugs planted in the CPU's kernels. Each changes a line of a copy of csrc, is compiled for the instruction set that is used here,
-and the test that it names must then fail; on an unchanged copy all of them pass. What only processors with AMX run is run by hand."""
+and the test that it names must then fail; on an unchanged copy all of them pass. AMX is by hand (tests/emulate/amx.h).
+"""
 
 import os
 import re
@@ -102,12 +103,12 @@ MUTANTS = (
            "test_kernels.py::test_no_nan_is_lost[torch.float32-attention]"),
     Mutant("what-a-probability-cuts-off-lost", "product.h", "if constexpr (LEFT) { MC_LEFT(left + a.low) MC_MULTIPLY }", "",
            ALONE, tiles=True),
-    Mutant("what-a-turned-probability-cuts-off-lost", "product.h", "if constexpr (RIGHT) { MC_RIGHT(right + b.low) MC_MULTIPLY }", "",
+    Mutant("what-is-turned-cuts-nothing-off", "product.h", "if constexpr (RIGHT) { MC_RIGHT(right + b.low) MC_MULTIPLY }", "",
            ALONE, tiles=True),
     Mutant("scale-of-tiles-lost", "attention.cpp", "if (scale != 1)", "if (false)", exact("attention", "bfloat16"), tiles=True),
     Mutant("keys-past-the-last-pair-unwritten", "attention.cpp", "split_columns(spare, x, rows, LINE, up(keys, 32));",
            "split_columns(spare, x, rows, LINE, keys);", ALONE, tiles=True),
-    Mutant("no-shape-said", "attention.cpp", "    [[maybe_unused]] const Shaped<U> shape;\n    const Backward", "    const Backward",
+    Mutant("no-shape-said", "attention.cpp", "    [[maybe_unused]] const Shaped<U> shape;\n    const B", "    const B",
            ALONE, "Fatal", tiles=True),
     Mutant("turned-forth-again", "rotary.h", "? -1.0f : 1.0f", "? 1.0f : 1.0f", exact("rotary")),
 )

@@ -60,7 +60,11 @@ def test_correlations_as_scipy() -> None:
         wanted = np.round(wanted + found) if ties else wanted + found
         assert labels.pearson(found, wanted) == pytest.approx(stats.pearsonr(found, wanted).statistic)
         assert labels.spearman(found, wanted) == pytest.approx(stats.spearmanr(found, wanted).statistic)
-    assert labels.pearson([1.0, 2.0], [3.0, 3.0]) == 0 == labels.spearman([1.0, 1.0], [3.0, 4.0])
+    for compute in (labels.pearson, labels.spearman):
+        with pytest.warns(UserWarning, match="^all 2 values to predict are the same: there is no correlation, "):
+            assert compute([1.0, 2.0], [3.0, 3.0]) == 0
+        with pytest.warns(UserWarning, match="^all 2 predictions are the same"):
+            assert compute([1.0, 1.0], [3.0, 4.0]) == 0
 
 
 def test_classes_and_values_by_hand() -> None:
@@ -73,7 +77,8 @@ def test_classes_and_values_by_hand() -> None:
     assert labels.mcc([0, 0], [0, 0]) == 0 and labels.f1([0], [0]) == 0
     assert labels.mse([1.0, 2.0], [2.0, 4.0]) == 2.5
     for many in (10, 1000):  # means of which are off by a last place
-        assert all(labels.pearson(np.full(many, x), np.full(many, 0.3)) == 0 for x in (1 / 3, 0.1, 0.7))
+        with pytest.warns(UserWarning, match=f"^all {many:,} predictions are the same"):
+            assert all(labels.pearson(np.full(many, x), np.full(many, 0.3)) == 0 for x in (1 / 3, 0.1, 0.7))
     assert labels.ranks([5.0, 1.0, 5.0, 9.0]).tolist() == [2.5, 1, 2.5, 4]
     assert labels.pearson([1.0, 2.0, 3.0], [1.0, 2.0, 4.0]) == pytest.approx(3 / (2 * 14 / 3) ** 0.5)
 

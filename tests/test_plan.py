@@ -263,6 +263,7 @@ def asked(recipe: Any, machine: Machine = MACHINE, **options: Any) -> tuple[Any,
     return verdict(recipe, machine, device, setup, partial(autocast, recipe.precision, device), **options), setup
 
 
+@pytest.mark.filterwarnings("ignore:.* pairs have a text of another:UserWarning")
 @pytest.mark.parametrize(("objective", "packing"), [
     *(pytest.param(objective, "padded", id=f"{objective}-padded") for objective in ROWS),
     *(pytest.param(objective, "padding_free", id=f"{objective}-padding_free",  # the labels of some are of the same shape
@@ -522,6 +523,7 @@ def bare(**changes: Any) -> Any:
     return bind(Recipe, {**BARE, "data": data, "precision": "fp32", **changes}, None)
 
 
+@pytest.mark.filterwarnings("ignore:.* pairs have a text of another:UserWarning")
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("objective", objectives())
 def test_a_model_alone_is_trained_on_what_its_objective_takes(tmp_path: Path, objective: str, packing: bool) -> None:

@@ -50,6 +50,7 @@ def recipe_of(folder: Path, **changes: Any) -> Recipe:
     return load_recipe(folder / "base.yaml", {key: value for key, value in settings.items() if value is not None or "." in key})
 
 
+@pytest.mark.filterwarnings("ignore:.* pairs have a text of another:UserWarning")
 @pytest.mark.parametrize(("changes", "free"), [
     (CLASSES, True), ({"objective": "seq2seq", "model": "t5-small", "tokenizer": "bpe:270", **PAIRS}, True),
     ({**CLASSES, "data.padding_free": False}, False), ({**CLASSES, "loss.r_drop": 1.0}, False), (PROMPTED, True),
@@ -93,6 +94,7 @@ def test_a_run_learns_the_same_and_a_padded_one_goes_on(tmp_path: Path, changes:
     assert train(recipe_of(folder, **more), MACHINE).step == 5
 
 
+@pytest.mark.filterwarnings("ignore:.* pairs have a text of another:UserWarning")
 @pytest.mark.parametrize(("changes", "here", "there"), [
     ({}, True, False), ({"precision": "bf16"}, True, True), ({"precision": "bf16", "data.padding_free": True}, False, False),
     ({"precision": "bf16", "objective": "contrastive", "model": "bert-base-uncased", "data.pair_key": "pair"}, True, False),

@@ -92,7 +92,7 @@ class Reader:
                 if len(ids) > limit:  # the library gives up on a limit that the template's own tokens exceed
                     refuse(None, "data.seq_len", str(limit), "room for a token beside the tokenizer's special ones")
                 total, long = total + 1, long + cut
-                if not (first or second):
+                if not (first.strip() or (second or "").strip()):
                     first_empty, empty = first_empty or record, empty + 1
                 yield ids, segments
         self.tell_empty(empty, total, what, first_empty)

@@ -1,8 +1,9 @@
 """The records of one file, in each format: text, JSON lines, JSON, CSV and TSV, all of them possibly gzipped, and parquet.
 
-A text file is one document, or several of `DOCUMENT` bytes. The first row of CSV and TSV names the fields; TSV has no quoting, as
-in GLUE. The positions of records are found at once; their contents are read on demand. Every refusal names the file and the line.
-Nothing here imports torch.
+A text file is one document, or several of `DOCUMENT` bytes; a carriage return before a newline is left out, as Python does. The
+first row of CSV and TSV names the fields; TSV has no quoting, as in GLUE, unless it is sure that a program has quoted it. The
+positions of records are found at once; their contents are read on demand. Every refusal names the file and the line. Nothing here
+imports torch.
 """
 
 import csv
@@ -11,6 +12,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ class Documents(Part):
 
     def at(self, index: int) -> Record:
         text = self.source.text(*self.bounds[index : index + 2])
-        return Record({"text": text}, str(self.source.file), None, self.starts[index])
+        return Record({"text": text.replace("\r\n", "\n")}, str(self.source.file), None, self.starts[index])
 
 
 def refuse_rows(part: Part) -> None:
@@ -69,10 +71,11 @@ def refuse_rows(part: Part) -> None:
 
 
 def characters(data: bytes, first: bool) -> int:
-    """The number of characters in UTF-8 data: bytes that do not continue a character, and, at the start of a file (`first`),
-    without a byte-order mark."""
+    """The number of characters in UTF-8 data: bytes that do not continue a character, without a carriage return before a newline,
+    and, at the start of a file (`first`), without a byte-order mark."""
     codes = np.frombuffer(data, np.uint8)
-    return int(np.count_nonzero((codes & 0xC0) != 0x80)) - (first and data.startswith(b"\xef\xbb\xbf"))
+    begun = int(np.count_nonzero((codes & 0xC0) != 0x80))
+    return begun - data.count(b"\r\n") - (first and data.startswith(b"\xef\xbb\xbf"))
 
 
 class Lines(Part):
@@ -156,14 +159,16 @@ class Tsv(Lines):
 
 
 class Csv(Part):
-    """Rows of comma-separated values, quoted as RFC 4180 says. A row may have several lines; its record names the last of them."""
+    """Rows of comma-separated values, quoted as RFC 4180 says. A row may have several lines; its record names the last of them. Of
+    a `quoted` TSV the same, separated by tabs."""
 
-    def __init__(self, file: Path, header: bool = True) -> None:
+    def __init__(self, file: Path, header: bool = True, quoted: Tsv | None = None) -> None:
         csv.field_size_limit(LONGEST_LINE)  # the module's own limit, 128 KiB, is shorter than a document
-        self.source, self.header = Source(file), list[str]()
+        self.source, self.header = Source(file) if quoted is None else quoted.source, list[str]()
+        self.read = partial(csv.reader, delimiter="," if quoted is None else "\t", strict=True)
         bounds, places, seen = array("q", self.source.lines().tobytes()), array("q"), 0  # a list takes ten times the memory
         texts = (self.source.text(a, b, k + 1) for k, (a, b) in enumerate(pairwise(bounds)))
-        reader = csv.reader(texts, strict=True)
+        reader = self.read(texts)
         try:
             for row in reader:
                 first = bool(row) and not self.header
@@ -184,8 +189,46 @@ class Csv(Part):
     def at(self, index: int) -> Record:
         start, stop, number = self.places[index].tolist()
         text = self.source.text(start, stop, number)
-        (row,) = csv.reader(io.StringIO(text, newline="\n"), strict=True)
+        (row,) = self.read(io.StringIO(text, newline="\n"))
         return named(self.source.file, self.header, number, row)
+
+
+INSIDE = r'[^"]*(?:""[^"]*)*'
+FIELD = rf'(?:[^"\t\r\n]*|"{INSIDE}")'
+ROW = re.compile(rf"{FIELD}(?:\t{FIELD})*")
+BEGUN = re.compile(rf'(?:{FIELD}\t)*"{INSIDE}')  # a row up to the middle of a quoted field
+QUOTED = re.compile(rf'"({INSIDE})"')
+
+
+def read_tsv(file: Path, header: bool = True) -> Part:
+    """The rows of a TSV, without quoting or with it."""
+    found = Tsv(file, header)
+    return Csv(file, header, found) if is_quoted(found, header) else found
+
+
+def is_quoted(table: Tsv, header: bool) -> bool:
+    """Whether each field that holds a quote is quoted as a whole, with the quotes inside it doubled, and it is sure that a program
+    did that: one of these fields had to be quoted, or the names of all fields are. That a row has several lines does not tell, if
+    each has all fields: then a text may begin with a quote, and one in a later line end with it."""
+    if not any(b'"' in chunk for _, chunk in table.source.chunks()):
+        return False
+    sure = header and all(map(QUOTED.fullmatch, table.header))
+    row, open_, size = list[str](), False, 0  # the lines of a row so far
+    for line in map(table.text, range(len(table.bounds) - 1)):
+        row.append(line)
+        size += len(line)
+        open_ ^= line.count('"') % 2 == 1
+        if open_:
+            if size > LONGEST_LINE or (len(row) == 1 and not BEGUN.fullmatch(line)):
+                return False
+            continue
+        text = "".join(row).rstrip("\r\n")
+        if not ROW.fullmatch(text):
+            return False
+        if len(row) == 1 or any(line.count("\t") != len(table.header) - 1 for line in row):
+            sure |= any(re.search(r'""|[\t\r\n]', inside) for inside in QUOTED.findall(text))
+        row, size = [], 0
+    return sure and not open_
 
 
 def names_of(file: Path, number: int, row: list[str], header: bool) -> list[str]:
@@ -249,5 +292,5 @@ def parse(text: str, file: Path, place: str | None, wanted: str) -> Any:
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, whose other half may be there
 READERS: dict[str, Callable[[Path], Part]] = {
-    "text": Documents, "jsonl": JsonLines, "json": read_json, "csv": Csv, "tsv": Tsv, "parquet": Parquet,
+    "text": Documents, "jsonl": JsonLines, "json": read_json, "csv": Csv, "tsv": read_tsv, "parquet": Parquet,
 }  # fmt: skip

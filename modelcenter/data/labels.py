@@ -1,14 +1,18 @@
 """Finds the labels in the data and numbers them: classes, sets of labels and tags of words alike."""
 
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..errors import nearest, refuse
+from ..errors import counted, nearest, refuse
 from .objective import Names
 from .record import Record, declared
 
 MOST = 10_000_000  # classes that go by number: what has more are no classes, and a name for each would take all memory
+MISSING = (  # what stands for no value where pandas reads or writes a table, and SNLI's mark for a pair without a label
+    "", "-", "#N/A", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null",
+)  # fmt: skip
 
 
 class Sorted(str):
@@ -38,6 +42,9 @@ def label_names(
                 record.refuse(f"{key} has {odd[0]!r}", "a name, as elsewhere in the data")
         names = tuple(map(Sorted, sorted(values)))
         tell_alike(records[0].file, key, names)
+        for name in MISSING:
+            if name in names:
+                tell_missing([record for record in records for label in labels(record) if label == name], key, name)
     else:
         there = sorted(n for n in numbers if n is not None)
         if there and (there[0] < 0 or there[-1] >= (MOST if gaps else len(there))):
@@ -53,11 +60,22 @@ def tell_alike(file: str, key: str, names: Names) -> None:
     """Warn of labels that are likely to be one, written in several ways."""
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(" ".join(name.casefold().split()), []).append(name)
+        seen = "".join(c for c in unicodedata.normalize("NFKC", name) if unicodedata.category(c) != "Cf")  # which has no width
+        alike.setdefault(" ".join(seen.casefold().split()), []).append(name)
     if same := [group for group in alike.values() if len(group) > 1]:
-        first = " and ".join(repr(name)[:60] for name in same[0][:4])
+        group = same[0][:4]
+        differ = len({unicodedata.normalize("NFC", name) for name in group}) == len(group)  # else they would be shown as one
+        first = " and ".join((repr if differ else ascii)(name)[:60] for name in group)
         more = ", as do others" if len(same) > 1 else ""
-        warnings.warn(f"{file}: {key}: {first} differ in spaces or capitals alone{more}: each is a label of its own", stacklevel=3)
+        said = f"{first} differ in spaces, capitals or Unicode spelling alone{more}: each is a label of its own"
+        warnings.warn(f"{file}: {key}: {said}", stacklevel=3)
+
+
+def tell_missing(records: Sequence[Record], key: str, name: str) -> None:
+    """Warn of a label that is likely to stand for none. `records`: those that have it, once for each time."""
+    times = f"{counted(len(records), 'time')}, first in {records[0].place()}"
+    said = f"{name!r} ({times}) is a label of its own: leave it out of the data if it stands for none"
+    warnings.warn(f"{records[0].file}: {key}: {said}", stacklevel=3)
 
 
 def index_of(record: Record, label: Any, names: Sequence[str], key: str) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import counted, refuse, refuse_missing
 from .config import DataConfig, Format
-from .formats import READERS, Csv, Documents, Tsv, refuse_rows
+from .formats import READERS, Csv, Documents, Tsv, read_tsv, refuse_rows
 from .indexed import TokenFile, Tokens, without
 from .record import Few, Mixture, Part, Records, Slice
 from .table import PREFIX, is_saved, read_named, read_saved
@@ -117,7 +117,7 @@ def read_records(path: str, format: Format = "auto", key: str = "data.path", hea
             return tokens if len(tokens) else refuse(path, key, "no token", "data with at least one document")
         readers = dict(READERS)
         if not header:
-            readers |= {"csv": partial(Csv, header=False), "tsv": partial(Tsv, header=False)}
+            readers |= {"csv": partial(Csv, header=False), "tsv": partial(read_tsv, header=False)}
         parts = [readers[format_of(file) if format == "auto" else format](file) for file in files]
         if format == "auto":
             for part in parts:

@@ -90,10 +90,10 @@ class Record:
         value = self.get(key, option)
         return str(value) if type(value) in (int, float) else self.text(key, option)
 
-    def unfolded(self, key: str, value: Any) -> Any:
-        """`value`, or the list whose JSON it is: the only way in which a table can hold a list. Anything else that looks like a
+    def unfolded(self, key: str, value: Any, looks: re.Pattern[str] = LIST) -> Any:
+        """`value`, or the list whose JSON it is: the only way in which a table can hold a list. Anything else that `looks` like a
         list is refused."""
-        listed = isinstance(value, str) and LIST.fullmatch(value)
+        listed = isinstance(value, str) and looks.fullmatch(value)
         return self.loaded(key, value, "its JSON, as json.dumps writes it") if listed else value
 
     def loaded(self, key: str, value: Any, wanted: str) -> Any:

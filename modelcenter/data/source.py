@@ -84,21 +84,28 @@ class Source:
         return np.concatenate([np.zeros(1, np.int64), *found])
 
     def text(self, start: int, stop: int, line: int | None = None) -> str:
-        """The bytes as text, decoded strictly. A byte-order mark at the file's beginning is dropped. `line`: the number of their
-        line, which is counted if it is not given."""
+        """The bytes as text, decoded strictly: a zero byte, of which UTF-16 is full, is no text either. A byte-order mark at the
+        file's beginning is dropped. `line`: the number of their line, which is counted if it is not given."""
         data = self.read(start, stop)
         try:
             text = data.decode()
+            if 0 in data:
+                raise UnicodeDecodeError("utf-8", data, data.index(0), data.index(0) + 1, "zero")
         except UnicodeDecodeError as e:
             if start == 0 and (kinds := [kind for mark, kind in PACKED.items() if data.startswith(mark)]):
                 wanted = REMEDIES.get(kinds[0], "UTF-8 text (or .gz, or .parquet, under these names)")
                 refuse(self.file, "byte 0", f"{kinds[0]} data", wanted)
-            first = data.rfind(b"\n", 0, e.start) + 1
+            zero = data.find(0, 0, e.end)
+            place = e.start if zero < 0 else zero
+            first = data.rfind(b"\n", 0, place) + 1
             if line is None:
-                line = 1 + data.count(b"\n", 0, e.start) + sum(
+                line = 1 + data.count(b"\n", 0, place) + sum(
                     chunk[: max(0, start - offset)].count(b"\n") for offset, chunk in self.chunks() if offset < start)
-            found = f"byte {e.start - first} (0x{data[e.start]:02x}) is not UTF-8"
+            found = f"byte {place - first} (0x{data[place]:02x}) is {'not UTF-8' if zero < 0 else 'in no text but UTF-16'}"
             wanted = "UTF-8 text: iconv -f gb18030 -t utf-8 makes it of GBK, -f cp1252 of Latin letters"
+            if zero >= 0:
+                order = "le" if (start + zero) % 2 else "be"
+                wanted = f"UTF-8 text: iconv -f utf-16{order} -t utf-8 makes it of that, tr -d '\\0' leaves such bytes out"
             refuse(self.file, f"line {line}", found, wanted)
         return text.removeprefix("\ufeff") if start == 0 else text
 

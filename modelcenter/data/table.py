@@ -142,6 +142,8 @@ def read_saved(folder: Path, key: str) -> Dataset:
         refuse(folder, key, f"a dataset of the splits {', '.join(splits)}", f"one of them: {folder / (splits or ['train'])[0]}")
     try:
         return Dataset(library.load_from_disk(str(folder)), str(folder))
+    except IndexError:  # the library takes the first of its files, and of a dataset without rows there is none
+        refuse(folder, key, "no record", "data with at least one record")
     except Exception as e:  # whatever the library meets in a broken folder
         refuse(folder, key, f"cannot be read ({first_line(e)})", "a folder of Dataset.save_to_disk")
 

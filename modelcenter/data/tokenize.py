@@ -87,6 +87,7 @@ def tokenize(asked: Tokenization) -> dict[str, Any]:
         cuts = parts_of(records, files)
         write_parts(asked, records, cuts, journal, hidden, dtype)
         if not journal.documents:
+            discard(hidden)
             refuse(asked.path, "text_key", "no token in all texts", "a text")
         what["files"] = identity(asked, files)  # not read again, unless it was touched in the hours that this may have taken
         if [entry[3:] for entry in what["files"]] != [entry[3:] for entry in files]:
@@ -208,6 +209,12 @@ def resumed(hidden: dict[str, Path], key: str, size: int) -> Journal:
     return journal
 
 
+def discard(hidden: Mapping[str, Path]) -> None:
+    """Remove what there is to go on with, where nothing was done or nothing is worth it."""
+    for ending in ("bin", "len", "json", "new"):
+        hidden[ending].unlink(missing_ok=True)
+
+
 def parts_of(records: Part, files: Sequence[Any]) -> range:
     """Where each part of the records starts: a part does not depend on the number of processes."""
     sizes = [entry[1] for entry in files if isinstance(entry, list)]
@@ -247,9 +254,11 @@ def write_parts(asked: Tokenization, records: Part, cuts: range, journal: Journa
                 bar.update()
         except BrokenProcessPool:
             refuse(asked.out, "processes", f"one of {processes} died", "fewer of them, if memory ran out; the same command goes on")
-        except BaseException:  # asked to end: what they are at is not waited for
+        except BaseException as e:  # asked to end: what they are at is not waited for
             for worker in list((pool._processes or {}).values()):
                 worker.kill()
+            if isinstance(e, InputError) and not journal.parts:
+                discard(hidden)
             raise
         finally:
             pool.shutdown(cancel_futures=True)

@@ -228,11 +228,7 @@ class Tokenizer:
 
     def windows(self, first: str, second: str, limit: int, stride: int) -> Iterator[Window]:
         """Windows of `limit` tokens: `first` whole and as much of `second`, each beginning `stride` tokens before the end of the
-        one before it."""
-        lone = len(self.encode_pair(first, "")[0])
-        if limit <= lone + stride:
-            found = f"{limit} with a question of {lone} tokens"
-            refuse(None, "data.seq_len", found, f"more than {lone + stride}, or a smaller data.stride than {stride}")
+        one before it. `limit` has room for `first`, `stride` tokens and one more."""
         # cut into tokens whole: tokenizers 0.23.2 drops what of `second` is beyond `limit` where it is to do both at once. What was
         # cut alone does not know that it is the second.
         with self.cutting([first, second, "a"]):

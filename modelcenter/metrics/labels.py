@@ -1,6 +1,7 @@
 """Predictions against labels: classes, values, and spans of tags. n examples; every result is a fraction between 0 and 1, an error
 or a correlation."""
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,11 +72,14 @@ def mse(found: Numbers, wanted: Numbers) -> float:
 
 
 def pearson(found: Numbers, wanted: Numbers) -> float:
-    """Pearson's correlation; 0 if either side is constant, nan if any value is not finite."""
+    """Pearson's correlation; 0 if either side is constant, which is said, nan if any value is not finite."""
     f, w = (np.asarray(x, float) for x in (found, wanted))
     if not np.isfinite([f, w]).all():
         return float("nan")
     if not np.ptp(f) or not np.ptp(w):  # their mean may be off by a last place, and two such errors would correlate
+        same = "predictions" if not np.ptp(f) else "values to predict"
+        if len(f) > 1:
+            warnings.warn(f"all {len(f):,} {same} are the same: there is no correlation, and it is told as 0", stacklevel=2)
         return 0.0
     f, w = f - f.mean(), w - w.mean()
     under = float(np.sqrt(f @ f) * np.sqrt(w @ w))

@@ -1,6 +1,8 @@
 """A label for one text or a pair of texts: a class, or a number."""
 
 import math
+import re
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 LARGEST = float(np.finfo(np.float32).max)
 CHANCE = 0.01  # below which a class is not absent by chance
+SET = re.compile(r"""\s*[\[({](?:\s*["'].*["'][\s,]*|[\d\s,]*)[\])}]\s*""", re.DOTALL)  # a list, a tuple or a set
 
 
 class Judged(Objective):
@@ -98,7 +101,10 @@ class Multilabel(Judged):
     classes = False
 
     def names(self, records: Sequence[Record], data: DataConfig, known: Names = ()) -> Names | None:
-        return label_names(records, partial(labels_of, key=data.label_key), data.label_key, known)
+        names = label_names(records, partial(labels_of, key=data.label_key), data.label_key, known)
+        if joined := {name for name in names if ";" in name or "|" in name}:
+            tell_joined(records, data.label_key, joined)
+        return names
 
     def settle(self, config: Any) -> Mapping[str, Any]:
         config.numbers()
@@ -227,7 +233,7 @@ def class_of(record: Record, key: str) -> list[Any]:
 def labels_of(record: Record, key: str) -> list[Any]:
     """The labels of a record: a list or its JSON, or text separated by commas; an empty list means none. One that says 0 or 1 of
     each label is refused."""
-    value = record.unfolded(key, record.get(key, "data.label_key"))
+    value = record.unfolded(key, record.get(key, "data.label_key"), SET)
     if isinstance(value, str):
         value = [label.strip() for label in value.split(",") if label.strip()]
     if not isinstance(value, list | tuple) or not all(isinstance(label, str | int) for label in value):
@@ -235,6 +241,16 @@ def labels_of(record: Record, key: str) -> list[Any]:
     if len(numbers := {label_number(label) for label in value}) < len(value) and numbers <= {0, 1}:
         refuse_vector(record, key, value)
     return list(value)
+
+
+def tell_joined(records: Sequence[Record], key: str, joined: set[str]) -> None:
+    """Warn of a text that is likely to be several labels with another mark between them; in a list it is meant."""
+    for record in records:
+        value = record.get(key, "data.label_key")
+        if isinstance(value, str) and value.strip() in joined:
+            said = f"{value.strip()!r} is one label: commas part labels, and no other mark"
+            warnings.warn(f"{record.file}: {record.place()}: {key}: {said}", stacklevel=3)
+            return
 
 
 def refuse_vector(record: Record, key: str, value: Sequence[Any]) -> NoReturn:

@@ -4,6 +4,7 @@ A batch holds the first texts of all examples, then all second texts, then all t
 """
 
 import math
+import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -60,7 +61,9 @@ class Contrastive(Embed):
         return told(batch, tokenizer, ("near", "far"))
 
     def examples(self, records: Sequence[Record], read: "Reader", data: DataConfig) -> "Texts":
-        return Texts(records, read, data)
+        made = Texts(records, read, data)
+        made.tell_again(records)
+        return made
 
 
 @register
@@ -102,6 +105,19 @@ class Texts(Packable):
             self.ids.append(ids)
         self.size = self.many * data.seq_len
         self.lengths = np.diff(self.ids.bounds).reshape(-1, self.many).sum(1)
+
+    def tell_again(self, records: Sequence[Record]) -> None:
+        """Warn of rows whose text, or the one near it, is that of another row: what is near to the one counts as far from the
+        other."""
+        texts = np.array([hash(self.ids[k].tobytes()) for k in range(len(self.ids))]).reshape(-1, self.many)
+        again = np.zeros(len(texts), bool)
+        for column, among in ((texts[:, 0], texts[:, 0]), (texts[:, 1], texts[:, 1:])):
+            values, counts = np.unique(among, return_counts=True)
+            again |= counts[np.searchsorted(values, column)] > 1
+        if again.any():
+            first = records[int(again.argmax())]
+            said = f"{again.sum():,} of {len(again):,} pairs have a text of another (first: {first.file}, {first.place()})"
+            warnings.warn(f"{said}: what is near to the one counts as far from the other, where a forward has both", stacklevel=3)
 
     def score(self, record: Record, data: DataConfig) -> float:
         """The label of a record; here all say the same, and where the pair of a row stands is known when a batch is made."""

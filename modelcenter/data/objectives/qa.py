@@ -75,6 +75,10 @@ class Questions(Asked, Examples):
         for record in records:
             for question in questions(record, data):
                 with read.naming(record):
+                    lone = len(tokenizer.encode_pair(question.text, "")[0])
+                    if data.seq_len <= lone + data.stride:
+                        wanted = f"more than {lone + data.stride}, or a smaller data.stride than {data.stride}"
+                        record.refuse(f"data.seq_len {data.seq_len} with a question of {lone} tokens", wanted)
                     windows = list(tokenizer.windows(question.text, question.context, data.seq_len, data.stride))
                 for ids, segments, starts, stops in windows:
                     if not read.holds(ids):
@@ -134,6 +138,8 @@ def span(question: Question, starts: Sequence[int], stops: Sequence[int]) -> tup
     begin, end = question.start, question.start + len(question.answers[0])
     if not any(0 <= at <= begin for at in starts) or max(stops) < end:
         return 0, 0
+    if not any(start < end and stop > begin for start, stop in zip(starts, stops, strict=True)):
+        return 0, 0  # nothing but what the tokenizer leaves out, such as characters without width
     # a character may be several tokens, bytes of it, which all stand at its place: the answer is from the first to the last of them
     return next(k for k, at in enumerate(stops) if at > begin), max(k for k, at in enumerate(starts) if 0 <= at < end)
 
@@ -174,7 +180,7 @@ def question_of(record: Record, fields: dict[str, Any], context: str, data: Data
         record.refuse(f"{data.answers_key} is {str(answers)[:60]}", "a list of {text, answer_start}")
     if not isinstance(text, str):
         record.refuse(f"{data.question_key} is {str(text)[:60]}", "text (data.question_key names the field)")
-    found = [(said, at) for said, at in found if said]  # an empty text is how some data say that there is none
+    found = [(said, at) for said, at in found if said.strip()]  # an empty text is how some data say that there is none
     if found and (found[0][1] < 0 or context[found[0][1] : found[0][1] + len(found[0][0])] != found[0][0]):
         record.refuse(f"the answer {found[0][0][:40]!r} does not stand at character {found[0][1]}", "its answer_start")
     return Question(text, context, [t for t, _ in found], found[0][1] if found else -1)
