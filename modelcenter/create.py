@@ -68,7 +68,7 @@ def build(
     """Build a model with random weights. The weights depend only on `seed` and the parameters' names, so every machine gives the
     same ones.
 
-    `name`: a preset, or a folder whose config.json gives the shape; its weights, if it has any, are not read. `config`: fields of
+    `name`: a folder whose config.json gives the shape, or a preset; its weights, if it has any, are not read. `config`: fields of
     the config to change, such as {"layers": 2}. `task="auto"` is the task that the preset was published for, or that of the class
     in config.json. The other options are those of `load`. Errors: `InputError` for an unknown name, or options that do not fit the
     family.

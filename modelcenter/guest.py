@@ -247,7 +247,8 @@ class Guest(nn.Module):
 
             config: Any = self.config
             ids = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")}
-            self._options = GenerationConfig(**{**ids, **beside(self)})  # type: ignore[arg-type,no-untyped-call]  # a Model; untyped
+            held = {name: value for name, value in beside(self).items() if value is not None}  # type: ignore[arg-type]  # a Model
+            self._options = GenerationConfig(**{**ids, **held})  # type: ignore[no-untyped-call]  # which has no types
         return self._options
 
     @generation_config.setter

@@ -97,16 +97,17 @@ def described(cls: type[Model], folder: Folder, source: Source, task: str, confi
 
 
 def shape_of(name: str) -> tuple[type[Model], Any, str]:
-    """The family, the config and the task of a preset, or of a folder's config.json; the family's first task if none is given."""
+    """The family, the config and the task of a folder's config.json, or of a preset, which yields to a folder of its name, as where
+    a model is loaded; the family's first task if none is given."""
     known, folder = presets(), Path(os.path.expanduser(name))
-    if name in known:
-        family, preset = known[name]
-        plain, task = replace(family.Config(), **preset.changes), preset.task
-    elif (folder / "config.json").is_file():
+    if (folder / "config.json").is_file():
         said = read_config(folder)
         family = family_of(said, folder / "config.json", Model)
         plain = family.Config.from_dict(said, folder / "config.json")
         task = next((task for task, head in family.tasks.items() if head.architecture in listed(said)), None)
+    elif name in known:
+        family, preset = known[name]
+        plain, task = replace(family.Config(), **preset.changes), preset.task
     else:
         whole = name.removesuffix("-base")  # ModelCenter says it of the smallest of a family
         near = no_family(name) or nearest(whole if whole in known else name, known)

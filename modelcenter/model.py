@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import signature
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,7 +225,8 @@ class Model(Guest):
             if (value is not None and value is not False) or name not in FORWARD:
                 refuse_argument("forward", name, FORWARD, signature(type(self).forward).parameters)
         if cache is not None and not isinstance(cache, Cache):
-            refuse(None, "past_key_values", f"a {type(cache).__name__}", "mc.Cache(), or use_cache=True for the first")
+            wanted = "mc.Cache(), or use_cache=True for the first; peft's prefix tuning, which gives one, is not supported"
+            refuse(None, "past_key_values", f"a {type(cache).__name__}", wanted)
         if output_attentions:
             refuse(None, "output_attentions", "True", "leave it out: attention here keeps no weights")
         if return_dict is False:
@@ -407,3 +408,13 @@ def register(cls: M) -> M:
     cls.__init__ = by_name(cls.__init__)  # type: ignore[method-assign]
     cls.Config.__setattr__ = unchanging  # type: ignore[assignment]  # dataclass gives each class its own, which says less
     return cls
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say where a name is that ModelCenter has in its module `model`; of `from modelcenter.model import Bert` Python would drop
+    what an `AttributeError` says."""
+    front: Any = sys.modules[__package__]
+    said = f"module {__name__!r} has no {name}; mc.{name}" if name in dir(front) else front._spoken_of(name)
+    if said and not name.startswith("_"):
+        raise ImportError(said, name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])

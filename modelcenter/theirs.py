@@ -374,6 +374,15 @@ MODULE = {  # names of a package or of one of its modules, as patterns, by what 
     }.items()
     for pattern in patterns.split()
 }
+LAYERS = {  # layers of other families of transformers', by ours
+    name: ours
+    for ours, names in {
+        "q": "q_proj query", "k": "k_proj key", "v": "v_proj value", "o": "o_proj out_proj",
+        "q k v": "c_attn qkv_proj query_key_value", "gate": "gate_proj", "up": "c_fc dense_h_to_4h fc1 up_proj",
+        "down": "dense_4h_to_h down_proj fc2",
+    }.items()
+    for name in names.split()
+}  # fmt: skip
 FIELDS = {  # fields of a config of ModelCenter, by ours
     "dim_ff": "hidden",
     "dim_head": "head_dim",

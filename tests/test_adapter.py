@@ -752,11 +752,22 @@ def test_refused(changes: dict[str, Any], found: str) -> None:
         mc.load(zoo.reference(GPT)[1], adapter=lora(**changes))
 
 
+@pytest.mark.parametrize(("theirs", "said"), [
+    ("q_proj", "here it is q"), ("query_key_value", "here it is q and k and v"), ("gate_proj", "did you mean"),  # GPT has no gate
+], ids=["one", "three", "none"])  # fmt: skip
+def test_a_layer_of_another_family_is_called_otherwise_here(theirs: str, said: str) -> None:
+    with pytest.raises(mc.InputError, match=rf"^adapter\.targets: '{theirs}' names no linear layer; {said}"):
+        mc.load(zoo.reference(GPT)[1], adapter=lora(targets=(theirs,)))
+
+
 def test_what_is_no_config_and_a_model_without_an_adapter_are_refused() -> None:
     model = mc.load(zoo.reference(GPT)[1])
     model.freeze("embed.*")
     with pytest.raises(mc.InputError, match=r"^adapter: {'rank': 4}; mc\.AdapterConfig\("):
         mc.add_adapter(model, {"rank": 4})  # type: ignore[arg-type]  # what is refused
+    for kind in (peft.LoraConfig, peft.PrefixTuningConfig):
+        with pytest.raises(mc.InputError, match=rf"^adapter: peft's {kind.__name__}; mc\.AdapterConfig\("):
+            mc.add_adapter(model, kind())
     with pytest.raises(mc.InputError, match=r"^adapter\.name: none, which is no adapter; lora or dora"):
         mc.add_adapter(model, mc.AdapterConfig())
     with pytest.raises(mc.InputError, match=r"^adapter: the model has none; "):
@@ -786,7 +797,7 @@ FIRST_A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
 
 
 @pytest.mark.parametrize(("spoil", "found"), [
-    (change_config(peft_type="IA3"), r"peft_type: 'IA3'; LORA"),
+    (change_config(peft_type="PREFIX_TUNING"), r"peft_type: 'PREFIX_TUNING'; LORA \(or DoRA, rsLoRA\); others are for peft"),
     (change_config(bias="all"), r"bias: 'all'; an adapter of LoRA"),
     (change_config(lora_bias=True), r"lora_bias: True"),
     (change_config(init_lora_weights="pissa"), r"init_lora_weights: 'pissa'"),

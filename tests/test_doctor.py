@@ -210,6 +210,14 @@ def test_a_run_says_once_that_there_are_no_kernels(
     assert "`modelcenter doctor`" in str(seen[0].message) if warned else "modelcenter doctor" in lines[0]
 
 
+def test_a_run_says_that_it_has_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe: Any = SimpleNamespace(precision="fp32", batch_tokens=None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4}, raising=False)
+    for threads, said in ((2, []), (3, ["3 threads on 2 cores, where they take turns; machine.threads=2"])):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert [line for line in slow_choices(recipe, torch.device("cpu"), 8, 1) if "turns" in line] == said
+
+
 @pytest.mark.parametrize("nvcc", [True, False])
 def test_a_gpu_without_kernels(nvcc: bool, card: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kernels, "WANTED", True)

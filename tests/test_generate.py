@@ -712,6 +712,27 @@ def test_what_config_json_holds_is_refused_as_its_own(tmp_path: Path) -> None:
     assert mc.load(folder).generate(prompt(), eos_token_id=[]).shape == (2, prompt().size(1) + 20)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_none_as_the_end_token_is_none(beams: int, tmp_path: Path) -> None:
+    """Of a call, and of what the model holds; in what is given for a call it is not given, all as in transformers."""
+    folder = shutil.copytree(zoo.reference(GPT)[1], tmp_path / "m")
+    how: dict[str, Any] = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False}
+    end = int(mc.load(folder).generate(prompt(), **how, eos_token_id=[])[0, 12])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end, "pad_token_id": 0}))
+    zoo.edit(folder, eos_token_id=end)
+    told = transformers.GenerationConfig(**how, eos_token_id=None)  # type: ignore[no-untyped-call]
+    for model in (transformers.AutoModelForCausalLM.from_pretrained(folder), mc.load(folder)):
+        lengths = [len(model.generate(prompt()[:1], **options)[0]) for options in (how, {"generation_config": told})]
+        assert lengths[0] == lengths[1] < 17
+        assert len(model.generate(prompt()[:1], **how, eos_token_id=None)[0]) == 17
+        model.generation_config.eos_token_id = None
+        assert len(model.generate(prompt()[:1], **how)[0]) == 17
+    (folder / "generation_config.json").write_text('{"eos_token_id": null}')
+    ours = mc.load(folder)
+    assert len(ours.generate(prompt()[:1], **how)[0]) < 17
+    assert ours.generation_config.eos_token_id == end and len(ours.generate(prompt()[:1], **how)[0]) < 17, "looked at"
+
+
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_minus_one_is_no_token(file: str, tmp_path: Path) -> None:
     """As in files of 2023: nothing ends a row, and what keeps it from ending bans no word; what fills up is not given."""

@@ -267,6 +267,9 @@ def test_public_names_are_completed_and_suggested_before_they_are_used() -> None
     ("import modelcenter.layer", r"module 'modelcenter' has no layer; modelcenter\.layers, or torch\.nn$"),
     ("from modelcenter.generation import T5BeamSearch", r"module 'modelcenter' has no generation; model\.generate\(ids, "),
     ("from modelcenter.optim import OptimManager", r"module 'modelcenter' has no OptimManager; mc\.train\(recipe\)$"),
+    ("from modelcenter.model import BertConfig", r"module 'modelcenter' has no BertConfig; mc\.load\(name, "),
+    ("from modelcenter.model import BERT", r"module 'modelcenter\.model' has no BERT; mc\.BERT$"),
+    ("from modelcenter.model import nothing", r"cannot import name 'nothing' from 'modelcenter\.model' "),
     ("import modelcenter.nothing", r"No module named 'modelcenter\.nothing'$"),
     ("from modelcenter import nothing", r"cannot import name 'nothing' from 'modelcenter' "),
 ], ids=lambda text: text.partition("import ")[2])

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import modelcenter as mc
 from modelcenter.data.config import DataConfig
 from modelcenter.layers import initial
 from modelcenter.layers.initial import Normal, Uniform, source_of
+from modelcenter.train.resolve import sizes_of
 
 
 @pytest.mark.parametrize("kind", ["normal_", "uniform_"])
@@ -80,6 +82,19 @@ def test_a_folder_s_config_gives_the_shape(tmp_path: Path) -> None:
     for name, found in ((tmp_path / "lm", "model_type: 'gtp2'; one of the families"), (tmp_path, "a preset, or a folder with a c")):
         with pytest.raises(mc.InputError, match=found):
             mc.build(name)
+
+
+def test_a_folder_comes_before_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model is made as where it is loaded, and where a run begins; one without a config.json, such as a run's, is none. A
+    run at random changes fields of that as it does a preset's."""
+    monkeypatch.chdir(tmp_path)
+    Path("gpt2").mkdir()
+    assert mc.build("gpt2", device="meta").config.layers == 12
+    mc.build("gpt2", config=SIZES | {"layers": 3}).save_pretrained("gpt2")
+    assert mc.build("gpt2", device="meta").config == mc.load("gpt2").config and mc.load("gpt2").config.layers == 3
+    recipe = mc.Recipe(model="gpt2", init="random", output_dir="out", max_steps=1, data=DataConfig(path="a"))
+    assert sizes_of(recipe)["layers"] == 3
+    assert sizes_of(replace(recipe, config={"layers": 2}))["layers"] == 2
 
 
 def test_a_run_begins_from_a_config_alone(tmp_path: Path) -> None:

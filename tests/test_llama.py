@@ -105,6 +105,16 @@ def test_packed_texts_are_each_themselves_beyond_the_original_length(tmp_path: P
         zoo.near(together, torch.cat([ours(t).logits for t in texts], 1), 1e-12)
 
 
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_one_graph_serves_texts_within_the_original_length_and_beyond(name: str) -> None:
+    """Its length decides over the frequencies, and no compiler knows it."""
+    config = {"vocab": 96, "dim": 32, "hidden": 32, "heads": 4, "layers": 1, "positions": 8, "rope": ROPES[name]}
+    model = mc.build("llama-7b", config=config).eval()
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
+    for tokens in (6, 20):
+        torch.testing.assert_close(compiled(text(2, tokens)).logits, model(text(2, tokens)).logits)
+
+
 ABSENT: dict[str, dict[str, Any]] = {
     "llama-1": {"num_key_value_heads": None, "head_dim": None, "rope_parameters": None, "attention_bias": None},
     "one-key": {"num_key_value_heads": 1},
@@ -169,17 +179,22 @@ def test_old_files(tmp_path: Path) -> None:
     assert ours.load_report.untied == ["lm_head.weight"] and not ours.config.tie
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_pad_token_is_not_trained_by_being_read(tied: bool, tmp_path: Path) -> None:
-    """Where a checkpoint pads with its end token, transformers leaves that row to a tied head alone."""
-    theirs = made(tmp_path, pad_token_id=7, tie_word_embeddings=tied)
-    ours = mc.load(tmp_path)
+@pytest.mark.parametrize(("pad", "tied"), [(7, False), (7, True), (-1, False)])
+def test_a_pad_token_is_not_trained_by_being_read(pad: int, tied: bool, tmp_path: Path) -> None:
+    """Where a checkpoint pads with its end token, transformers leaves that row to a tied head alone; where it says -1, as the first
+    ones did, that is the last row, and the file is written as it came."""
+    made(tmp_path / "a", tie_word_embeddings=tied)
+    zoo.edit(tmp_path / "a", pad_token_id=pad)  # which transformers reads, and does not write
+    theirs, ours = LlamaForCausalLM.from_pretrained(tmp_path / "a"), mc.load(tmp_path / "a")
+    ours.save_pretrained(tmp_path / "b")
+    a, b = (json.loads((tmp_path / name / "config.json").read_text()) for name in "ab")
+    assert a == b and a["pad_token_id"] == pad
     ids = text().clone()
-    ids[:, 3:9:2] = 7
+    ids[:, 3:9:2] = pad % ours.config.vocab
     for model in (theirs, ours):
         model(ids, labels=ids).loss.backward()
     wanted, found = theirs.model.embed_tokens.weight.grad, ours.embed.tokens.weight.grad
-    assert (wanted[7] == 0).all() != tied
+    assert (wanted[pad] == 0).all() != tied
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 

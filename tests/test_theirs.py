@@ -103,6 +103,7 @@ def test_what_is_advised_is_there() -> None:
     for text in theirs.TOKENIZER.values():
         for path in re.findall(r"^(\w+)\(|tokenizer\.(\w+)", text):
             assert hasattr(tokenizer, "".join(path)), text
+    assert {layer for ours in theirs.LAYERS.values() for layer in ours.split()} == {"q", "k", "v", "o", "gate", "up", "down"}
     for text in theirs.MODEL.values():
         for path in re.findall(r"\bmodel\.([\w.]+)", text):
             part: Any = t5 if path == "encoder" else model
@@ -143,7 +144,7 @@ def test_what_a_recipe_is_told_is_there() -> None:
     ({"head_mask": torch.ones(1)}, r"^forward\(head_mask\): no such argument; leave it out: no head is masked here$"),
     ({"length": torch.ones(1)}, r"^forward\(length\): no such argument; attention_mask, 1 where a token is$"),
     ({"atention_mask": None}, r"^forward\(atention_mask\): no such argument; did you mean 'attention_mask'\?$"),
-    ({"past_key_values": ((torch.zeros(1),) * 2,)}, r"^past_key_values: a tuple; mc.Cache\(\), or use_cache=True for the first$"),
+    ({"past_key_values": ((torch.zeros(1),) * 2,)}, r"^past_key_values: a tuple; mc.Cache\(\), or use_cache=True for the f"),
     ({"start_positions": torch.tensor([1])}, r"^start_positions, end_positions: with the task 'lm'; both, of a model with task="),
 ], ids=["theirs", "modelcenters", "typo", "cache", "answer"])
 def test_a_forward_refuses(asked: dict[str, Any], line: str) -> None:

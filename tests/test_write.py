@@ -232,6 +232,23 @@ def test_targets(tmp_path):
             assert folder.slice("w")[...].item() == number
 
 
+def test_a_cloned_repository_takes_a_model(tmp_path):
+    """A new one of the hub has a README.md, and git's files, all of which stay; a folder with more may be no model's."""
+    out = tmp_path / "out"
+    (out / ".git/objects").mkdir(parents=True)
+    mine = {name: name.encode() for name in (".git/HEAD", ".gitattributes", "README.md")}
+    for name, data in mine.items():
+        (out / name).write_bytes(data)
+    save(out, {"w": torch.ones(1)})
+    assert sorted(os.listdir(out)) == [".git", ".gitattributes", "README.md", "config.json", "model.safetensors"]
+    assert {name: (out / name).read_bytes() for name in mine} == mine and (out / ".git/objects").is_dir()
+    for name in ("config.json", "model.safetensors"):
+        (out / name).unlink()
+    (out / "photo.jpg").write_text("mine")
+    with pytest.raises(InputError, match="a folder with other files and no config"):
+        save(out, {"w": torch.ones(1)})
+
+
 def make_file(folder):
     (folder / "out").write_text("a file")
 

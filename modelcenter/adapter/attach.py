@@ -23,6 +23,7 @@ from ..layers.quantized import Int8Linear, NF4Linear, QuantizedLinear
 from ..names import Lazy, Shape, Split
 from ..ops._mode import PLAIN
 from ..parallel.averaging import watch
+from ..theirs import LAYERS
 from .config import ALL, AdapterConfig, check_config
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ def choose(model: "Model", config: AdapterConfig) -> list[Place]:
         parts = [(s, name) for s in all_sites for name in s.ours if ends(name, target)]
         if not whole and not parts:
             known = {".".join(n.split(".")[-k:]) for s in all_sites for n in (s.theirs, *s.ours) for k in (1, 2)}
-            refuse(None, "adapter.targets", f"{target!r} names no linear layer", nearest(target, {*known, ALL}))
+            ours = LAYERS.get(target, "").split()
+            wanted = f"here it is {' and '.join(ours)}" if ours and known.issuperset(ours) else nearest(target, {*known, ALL})
+            refuse(None, "adapter.targets", f"{target!r} names no linear layer", wanted)
         for site in whole:
             chosen[site] = set(site.ours)
             shared.add(site)

@@ -60,5 +60,8 @@ class AdapterConfig:
 
 def check_config(adapter: object) -> None:
     """Refuse anything but a config when a new adapter is requested."""
+    if hasattr(adapter, "peft_type"):
+        found = f"peft's {type(adapter).__name__}"
+        refuse(None, "adapter", found, "mc.AdapterConfig(name='lora', ...): of peft's kinds LoRA and DoRA are here")
     if not isinstance(adapter, AdapterConfig):
         refuse(None, "adapter", repr(adapter), "mc.AdapterConfig(name='lora', ...)")

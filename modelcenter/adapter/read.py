@@ -249,7 +249,8 @@ def read_settings(file: Path) -> dict[str, Any]:
     """The content of adapter_config.json, checked, with peft's defaults for what it leaves out."""
     said = read_json(file)
     if not isinstance(said, dict) or said.get("peft_type") != "LORA":
-        refuse(file, "peft_type", repr(said.get("peft_type") if isinstance(said, dict) else said), "LORA (or DoRA, rsLoRA)")
+        wanted = "LORA (or DoRA, rsLoRA); others are for peft, on a model of transformers"
+        refuse(file, "peft_type", repr(said.get("peft_type") if isinstance(said, dict) else said), wanted)
     made_for = said.get("auto_mapping")  # which peft writes only where nobody has told it the task
     known = isinstance(made_for, dict) and str(made_for.get("parent_library")).startswith("modelcenter.")
     if known or any(map(OURS.match, names_in(file.parent))):

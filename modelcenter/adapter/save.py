@@ -160,7 +160,7 @@ def plain(x: float) -> float:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
-    """Write all files in one step. `folder` may be absent, empty, a tokenizer's or an adapter's."""
+    """Write all files in one step. `folder` may be absent, empty, a tokenizer's, a new repository or an adapter's."""
     with disk_errors(folder):
         target = folder.resolve()
         there = target.is_dir() and any(target.iterdir())

@@ -23,6 +23,7 @@ TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
+REPOSITORY = (".git", ".gitattributes", ".gitignore", "LICENSE", "README.md")  # what a new one of the hub is cloned with
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 PLACE = re.compile(r"[\w-][\w.-]{0,63}", re.ASCII)  # the folder of a module of sentence-transformers'
 
@@ -91,8 +92,8 @@ def read_index(path: str | os.PathLike[str]) -> Index:
 
 
 def only_words(folder: str | os.PathLike[str]) -> bool:
-    """Whether all in `folder` is a tokenizer's, which was saved before its model."""
-    return set(os.listdir(folder)) <= set(TOKENIZER)
+    """Whether all in `folder` is a tokenizer's, which was saved before its model, or a repository's that waits for one."""
+    return set(os.listdir(folder)) <= {*TOKENIZER, *REPOSITORY}
 
 
 def weighs(folder: str | os.PathLike[str]) -> bool:

@@ -235,6 +235,8 @@ def read_bin(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         raise
     except Exception as error:  # torch raises a dozen kinds for broken pickles
         text = str(error) or type(error).__name__
+        if isinstance(error, (zipfile.BadZipFile, EOFError, IndexError)) or "corrupted" in text:
+            refuse(path, None, f"cut off, at {size} bytes, or damaged", "the whole file: fetch it, or save it, again")
         reason = re.search(r"(?:WeightsUnpickler error:|Trying to load) (.+)", text) or re.search(r"(.+)", text)
         found = reason[1][:120] if reason else text
         refuse(path, None, f"not readable as tensors only ({found})", "a state dict that torch.save wrote")

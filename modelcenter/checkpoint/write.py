@@ -78,10 +78,10 @@ def save_folder(
 ) -> None:
     """Write the tensors `items` and `extra_files` (config.json and the like) as the folder `path`.
 
-    `path` may be absent, empty, a tokenizer's, or a model folder (one with config.json), whose weights are then replaced while its
-    other files stay. Each `read` is called once, and its tensor released before the next. The folder changes in one step at the
-    very end. `write` puts the items of each file into the folder that it is given, which is a temporary one. Errors: `InputError`;
-    `path` is then unchanged and nothing else is left behind.
+    `path` may be absent, empty, a tokenizer's, a new repository, or a model folder (one with config.json), whose weights are then
+    replaced while its other files stay. Each `read` is called once, and its tensor released before the next. The folder changes in
+    one step at the very end. `write` puts the items of each file into the folder that it is given, which is a temporary one.
+    Errors: `InputError`; `path` is then unchanged and nothing else is left behind.
     """
     with disk_errors(path):
         target = Path(path).resolve()

@@ -80,7 +80,9 @@ class Options:
         default=None, metadata=says("the id forced at the last position", min=0)
     )
     stop_strings: str | tuple[str, ...] = field(default=(), metadata=says("texts that end a sequence; needs a tokenizer", min=1))
-    eos_token_id: int | tuple[int, ...] | None = field(default=None, metadata=says("the id, or ids, that end a sequence"))
+    eos_token_id: int | tuple[int, ...] | None = field(
+        default=None, metadata=says("the id, or ids, that end a sequence; left out, the model's; null: none")
+    )
     pad_token_id: int | None = field(default=None, metadata=says("the id that fills up a sequence that has ended", min=0))
     decoder_start_token_id: int | None = field(default=None, metadata=says("the first id of a target", min=0))
     seed: int | None = field(default=None, metadata=says("seed of the sampling; null: a new one each time", min=0))

@@ -45,8 +45,10 @@ def generate(
     `pad_token_id` count as padding, unless that id is also an end token. The options are the fields of `generate.options.Options`,
     with transformers' names: `max_new_tokens`, `do_sample`, `num_beams` ... An option that is not given is taken from
     `generation_config` (an object or a mapping), else from the generation_config.json that came with the weights, else from
-    config.json. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end token, as
-    in transformers. Sampling depends on the option `seed`, not on torch.manual_seed; torch's own generators stay as they are.
+    config.json. None is not given, except `eos_token_id=None`, here or of the model's own `generation_config`: no token ends a row,
+    as in transformers. Rows that end early are filled up with `pad_token_id`; if that is 0, beam search fills them with the end
+    token, as in transformers. Sampling depends on the option `seed`, not on torch.manual_seed; torch's own generators stay as they
+    are.
 
     `streamer.put(ids)` is called with the prompt of each row, or with a target's start, then with every new column (rows), and
     `streamer.end()` at the end, as in transformers. `stop_strings` need a `tokenizer` with `decode(ids)`.
@@ -119,9 +121,9 @@ def choose(state: State, changes: list[Rule], stop: Stop, o: Options, source: to
 def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     """Every option: from the call, from `given`, from what the model has (the file beside the weights, or what has been made of its
     `generation_config`), from config.json, or the default. With an empty mapping nothing of the model's own is read."""
-    over, own = mapping(given), mapping(model._options)
+    over, own, options = mapping(given), mapping(model._options), unended(options)
     file = file_of(model) if over is own is None else "generation_config"
-    values = {} if over == {} else beside(model) if own is None else dict(own)
+    values = {} if over == {} else beside(model) if own is None else unended(own)
     if over:
         values = {**values, **{name: value for name, value in over.items() if value is not None}}
         if over.get("max_length") is not None and over.get("max_new_tokens") is None:
@@ -134,6 +136,11 @@ def settings(model: "Model", given: Any, options: dict[str, Any]) -> Options:
     if options.get("pad_token_id") is not None:
         refuse(None, "pad_token_id", str(o.pad), f"an id below {vocab}, the model's vocabulary")
     return replace(o, pad_token_id=0)
+
+
+def unended(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, in which an end token of None is none: no other one, from elsewhere, takes its place."""
+    return {**options, "eos_token_id": []} if options.get("eos_token_id", ()) is None else options
 
 
 def mapping(given: Any) -> dict[str, Any] | None:

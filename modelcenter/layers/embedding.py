@@ -29,9 +29,9 @@ class Embedding(nn.Module):
         dropout: float = 0.0,
         pad: int | None = None,
     ):
-        """`pad`: a token whose row gets no gradient from being read."""
+        """`pad`: a token whose row gets no gradient from being read; -1, as in LLaMA's first files, is the last, as in torch."""
         super().__init__()
-        self.pad = pad
+        self.pad = vocab + pad if pad is not None and pad < 0 else pad
         self.tokens = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(positions, dim) if positions else None
         self.segments = nn.Embedding(segments, dim) if segments else None

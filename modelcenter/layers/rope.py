@@ -163,7 +163,8 @@ class LongRope(Plain):
     by_length: ClassVar[bool] = True
 
     def __call__(self, channels: int, length: int) -> tuple[Tensor, float]:
-        divisors = torch.tensor(self.long if length > self.original else self.short, dtype=torch.float, device="cpu")
+        divisors = torch.tensor((self.short, self.long), dtype=torch.float, device="cpu")
+        divisors = divisors[min(max(length - self.original, 0), 1)]  # a compiler knows no length, and takes no branch by it
         return 1.0 / (divisors * powers(self.theta, channels)), self.temperature
 
     @property

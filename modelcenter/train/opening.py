@@ -16,6 +16,7 @@ from ..ops import _kernels
 from ..ops.linear import has_low_units
 from ..parallel.ranks import Ranks
 from .evaluate import count_targets, count_tokens
+from .launch import threads_of
 from .recipe import Recipe
 from .resolve import divisor, most_of
 from .setup import Setup
@@ -137,6 +138,8 @@ def slow_choices(recipe: Recipe, device: torch.device, samples: int, shares: int
         out.append("MODELCENTER_KERNELS=0: the plain PyTorch operations run; unset it to use kernels")
     elif lacking and not _kernels.warned(device.type):
         out.append(f"no kernels for this {device.type}: the plain PyTorch operations run; modelcenter doctor says what is missing")
+    if (threads := torch.get_num_threads()) > (cores := threads_of(1)):
+        out.append(f"{threads} threads on {counted(cores, 'core')}, where they take turns; machine.threads={cores}")
     if device.type == "cpu" and recipe.precision == "bf16" and not has_low_units(torch.bfloat16):
         out.append("precision=bf16 on a CPU without units for it: products are computed in fp32; precision=fp32 needs no casts")
     if samples < shares:
