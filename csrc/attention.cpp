@@ -12,8 +12,6 @@
 //
 // Element (row, key) of the dropout mask has the number row * span + key, where rows count through (b h s), keys within a sequence,
 // and span is the longest sequence's keys rounded up to 128.
-#include <cstdlib>
-
 #include "product.h"
 #include "random.h"
 
@@ -48,7 +46,7 @@ struct Problem {
     int64_t b, s, t, heads, kv, d, wide, sequences, span;
     int64_t mask_b, mask_h, mask_s, mask_t;
     Array lengths_q, lengths_k;
-    float scale;
+    float scale, before, after;  // of scores: of their queries, and of what is multiplied
     bool causal, drop;
     uint64_t seed;
     Rate rate{0.0};
@@ -138,14 +136,14 @@ MC_INLINE void clear(float* x, int64_t from, int64_t to) {  // from a multiple o
 template <Units U, class T>
 void left(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
     if constexpr (U == SINGLE) gather(to, from, rows, step, d, wide, scale);
-    else gather_pairs(to, from, rows, step, d, wide);
+    else gather_pairs(to, from, rows, step, d, wide, scale);
 }
 template <Units U, class T>
 void turned(float* to, const T* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
     if constexpr (U == SINGLE) turn(to, from, rows, step, d, d);
     else turn(to, reinterpret_cast<const two*>(from), rows, step / 2, d / 2, U == TILES ? wide / 2 : d / 2);
 }
-// Scores of `rows` queries and the keys [from, from + n) of the panels; those in fp32 have their scale in the queries.
+// Scores of `rows` queries and the keys [from, from + n) of the panels; in fp32 the queries have their scale.
 template <Units U>
 void scores(float* x, const float* q, int64_t rows, int64_t wide, const float* panels, int64_t d, int64_t from, int64_t n, float scale) {
     for (int64_t at = 0; at < n; at += PANEL, x += PANEL) {
@@ -253,11 +251,11 @@ void attend(const Head& h, int64_t i, int64_t rows, const float* panels, const f
     int64_t begin, end;
     h.seen(i, rows, begin, end);
     for (int64_t r = 0; r < rows; r++) top[r] = -INFINITY, total[r] = 0;
-    left<U>(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.scale);
+    left<U>(q, static_cast<const T*>(p.q) + h.queries(i), rows, p.heads * p.d, p.d, wide, p.before);
     clear(sums, 0, ROWS<U> * wide);
     for (int64_t from = begin; from < end; from += KEYS) {
         const int64_t keys = least(KEYS, end - from);
-        scores<U>(x, q, rows, wide, panels, p.d, from, keys, p.scale);
+        scores<U>(x, q, rows, wide, panels, p.d, from, keys, p.after);
         for (int64_t r = 0; r < rows; r++) {
             float* row = x + r * LINE;
             const int64_t n = most(0, least(keys, h.sees(i + r) - from));
@@ -356,7 +354,7 @@ struct Backward {
 template <Units U>
 void probabilities(const Head& h, int64_t i, int64_t rows, int64_t from, int64_t keys, const Backward<U>& b, float* x, float* dx, float* inner) {
     const Problem& p = h.p;
-    scores<U>(x, b.q, rows, p.wide, b.k_panels, p.d, from, keys, p.scale);
+    scores<U>(x, b.q, rows, p.wide, b.k_panels, p.d, from, keys, p.after);
     scores<U>(dx, b.grad, rows, p.wide, b.v_panels, p.d, from, keys, 1);
     for (int64_t r = 0; r < rows; r++) {
         float *row = x + r * LINE, *drow = dx + r * LINE;
@@ -387,7 +385,7 @@ void differentiate(const Head& h, int64_t i, int64_t rows, const Backward<U>& b)
     const Problem& p = h.p;
     const int64_t d = p.d, wide = p.wide, step = p.heads * d, t = h.t;
     const T *q = static_cast<const T*>(p.q) + h.queries(i), *grad = static_cast<const T*>(p.grad) + h.queries(i);
-    left<U>(b.q, q, rows, step, d, wide, p.scale);
+    left<U>(b.q, q, rows, step, d, wide, p.before);
     left<U>(b.grad, grad, rows, step, d, wide, 1.0f);
     if constexpr (U != SINGLE) {
         right_of_turned<U>(b.right_q, q, rows, step, d, wide);
@@ -458,14 +456,17 @@ bool backward(const Problem& p, int64_t longest_k) {
 }
 
 template <bool FORTH, Units U, class T>
-bool compute_by(const Problem& p, int64_t longest_q, int64_t longest_k) {
+bool compute_by(Problem& p, int64_t longest_q, int64_t longest_k) {
+    int power;
+    const bool exact = U == SINGLE || std::frexp(p.scale, &power) == 0.5f;  // what is in bf16 stays exact if only its power changes
+    p.before = exact ? p.scale : 1, p.after = exact ? 1 : p.scale;
     if constexpr (FORTH) return forward<U, T>(p, longest_q, longest_k);
     else return backward<U, T>(p, longest_k);
 }
 template <bool FORTH, class T>
 bool compute(Problem& p, int64_t longest_q, int64_t longest_k) {
     if constexpr (std::is_same_v<T, bf16>) {
-        const Units best = p.d % 2 ? SINGLE : units(std::getenv("MODELCENTER_CPU"));
+        const Units best = p.d % 2 ? SINGLE : units();
         if constexpr (TILED)
             if (best == TILES) {
                 p.wide = up(p.d, 32);

@@ -7,6 +7,7 @@
 // A number that has more digits than bf16 is two for TILES, of which the second is what the first has cut off: 17 of 24 digits for two
 // products. Neither subnormal factors nor subnormal sums are told from 0 by the latter two.
 #pragma once
+#include <cstdlib>
 #include <type_traits>
 
 #include "simd.h"
@@ -215,13 +216,14 @@ template <bool LEFT, bool RIGHT>
 void product_of_tiles(int64_t m, int64_t n, int64_t k, Factor a, Factor b, float* c, int64_t ldc, bool add);
 #endif
 
-// The best there is here. `limited`: MODELCENTER_CPU names an instruction set, and none of them has units for bf16.
-inline Units units([[maybe_unused]] bool limited) {
+// The best there is here for bf16; SINGLE if MODELCENTER_CPU names an instruction set, none of which has units for it
+inline Units units() {
+    if (const char* limit = std::getenv("MODELCENTER_CPU"); limit && *limit) return SINGLE;
 #if defined(MC_TILES)
-    if (static const bool here = tiles_here(); here && !limited) return TILES;
+    if (static const bool here = tiles_here(); here) return TILES;
 #endif
 #if defined(MC_PAIRS)  // Intel's take two cycles where a multiplication in fp32 takes one
-    if (__builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel") && !limited) return PAIRS;
+    if (__builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel")) return PAIRS;
 #endif
     return SINGLE;
 }
@@ -243,11 +245,12 @@ void scatter(T* to, const float* from, int64_t rows, int64_t step, int64_t d, in
         each(d, [&](int64_t c, int n) MC_INLINED { store_n(to + i * step + c, load(from + i * wide + c) * scale, n); });
 }
 
-// The same as they are, in pairs of neighbours: rows of wide / 2.
-MC_INLINE void gather_pairs(float* to, const bf16* from, int64_t rows, int64_t step, int64_t d, int64_t wide) {
+// The same in pairs of neighbours: rows of wide / 2.
+MC_INLINE void gather_pairs(float* to, const bf16* from, int64_t rows, int64_t step, int64_t d, int64_t wide, float scale) {
     for (int64_t i = 0; i < rows; i++) {
-        memset(to + i * (wide / 2), 0, wide * 2);
-        memcpy(to + i * (wide / 2), from + i * step, d * 2);
+        bf16* row = reinterpret_cast<bf16*>(to + i * (wide / 2));
+        memset(row, 0, wide * 2);
+        each(d, [&](int64_t c, int n) MC_INLINED { store_n(row + c, load_n(from + i * step + c, n) * scale, n); });
     }
 }
 
