@@ -457,8 +457,8 @@ bool backward(const Problem& p, int64_t longest_k) {
 
 template <bool FORTH, Units U, class T>
 bool compute_by(Problem& p, int64_t longest_q, int64_t longest_k) {
-    int power;
-    const bool exact = U == SINGLE || std::frexp(p.scale, &power) == 0.5f;  // what is in bf16 stays exact if only its power changes
+    const bool power = std::ldexp(1.0f, std::ilogb(p.scale)) == p.scale;  // of two: with it numbers in bf16 stay exact
+    const bool exact = U == SINGLE || power;
     p.before = exact ? p.scale : 1, p.after = exact ? 1 : p.scale;
     if constexpr (FORTH) return forward<U, T>(p, longest_q, longest_k);
     else return backward<U, T>(p, longest_k);

@@ -65,6 +65,15 @@ def denormals() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A test leaves no process group behind, in which a later one would find itself, or that its own forks would have already."""
+    there = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+    yield
+    if not there and "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        sys.modules["torch.distributed"].destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
 def unrehearsed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a second before each of some hundred runs: it is asked once in each file, where it must have an answer.
     Processes that were forked forget that it was: where runs are theirs, the file's `foreseen` names the one test that asks."""

@@ -18,6 +18,8 @@
 #ifdef __CUDACC__
 #include "../csrc/cuda.h"
 #include "../csrc/ptx.h"
+#else
+#include "emulate/amx.h"  // in whose place a processor's own instructions would not know such an int
 #endif
 #include "../csrc/kernel.h"
 #define int short

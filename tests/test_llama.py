@@ -108,6 +108,8 @@ def test_packed_texts_are_each_themselves_beyond_the_original_length(tmp_path: P
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_one_graph_serves_texts_within_the_original_length_and_beyond(name: str) -> None:
     """Its length decides over the frequencies, and no compiler knows it."""
+    if name == "dynamic" and torch.__version__ < "2.13":
+        pytest.skip("this torch's compiler does not take a power of a length")
     config = {"vocab": 96, "dim": 32, "hidden": 32, "heads": 4, "layers": 1, "positions": 8, "rope": ROPES[name]}
     model = mc.build("llama-7b", config=config).eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
