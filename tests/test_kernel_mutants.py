@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant("what-was-dropped-has-no-gradient", "attention.cpp", "- vabs(e) * mean", "- kept * mean",
            ALONE),
     Mutant("hidden-keys-weigh-something", "attention.cpp", BELOW, BELOW.replace("-87.0f", "-INFINITY"),
-           "test_rounding.py::test_hidden_keys_weigh_nothing[torch.bool]"),
+           "test_rounding.py::test_hidden_keys_weigh_nothing[-92.0]"),
     Mutant("sum-of-earlier-keys-not-rescaled", "attention.cpp", "                total[r] *= less;\n", "", exact("attention")),
     Mutant("a-mask-of-nan-hides", "attention.cpp", "return x == -INFINITY; }", "return ~(x > -INFINITY); }",
            "test_kernels.py::test_no_nan_is_lost[torch.float32-attention]"),
