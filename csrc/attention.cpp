@@ -343,6 +343,7 @@ struct Backward {
         k = scratch.take(up(t, 32) * wide), dk = scratch.take(sums(t, wide)), dv = scratch.take(sums(t, wide));
         for (float** each : {&q, &grad, &dq}) *each = scratch.take(ROWS<U> * wide);
         for (float** each : {&right_q, &right_grad}) *each = scratch.take(PANEL * wide);
+        if (U == SINGLE) right_q = q, right_grad = grad;
         x = scratch.take(all_tiles(t)), dx = scratch.take(all_tiles(t)), spare = scratch.take(ROWS<U> * LINE);
         for (float* each : {q, grad}) clear(each, 0, ROWS<U> * wide);
         clear(dk, 0, sums(t, wide));
@@ -417,8 +418,8 @@ void differentiate(const Head& h, int64_t i, int64_t rows, const Backward<U>& b)
                 each(n, [&](int64_t j, int lanes) MC_INLINED { store_n(to + j, load_n(to + j, lanes) + load(drow + j), lanes); });
             }
         }
-        weigh_turned<U>(x, x, rows, from, keys, U == SINGLE ? b.grad : b.right_grad, wide, b.dv, t);
-        weigh_turned<U>(dx, b.spare, rows, from, keys, U == SINGLE ? b.q : b.right_q, wide, b.dk, t);
+        weigh_turned<U>(x, x, rows, from, keys, b.right_grad, wide, b.dv, t);
+        weigh_turned<U>(dx, b.spare, rows, from, keys, b.right_q, wide, b.dk, t);
         as_left<U>(dx, rows, keys);
         weigh<U>(dx, rows, from, keys, b.k, wide, b.dq);
     });

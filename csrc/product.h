@@ -143,7 +143,7 @@ void product(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const
 struct Factor {
     const float* at;
     int64_t line, step;  // floats from a row to the next, and from 32 of what is summed over to the next
-    int64_t low;         // floats to what the same numbers have rounded off
+    int64_t low;         // floats to what the same numbers have cut off
 };
 
 template <Units U>

@@ -115,7 +115,7 @@ MUTANTS = (
 # elsewhere the line does not run
 if torch.cpu._is_avx512_bf16_supported() and "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
     MUTANTS += (
-        Mutant("scale-of-pairs-lost", "attention.cpp", "sums[i][j], _mm512_set1_ps(times)", "sums[i][j], _mm512_set1_ps(1)",
+        Mutant("scale-of-pairs-lost", "product.h", "sums[i][j], _mm512_set1_ps(times)", "sums[i][j], _mm512_set1_ps(1)",
                exact("attention", "bfloat16")),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from modelcenter import __version__
 from modelcenter.ops import _kernels
@@ -45,6 +46,22 @@ def test_ops_are_right_in_every_state(state: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     levels = {"0": ["None"], "base": ["base", "none"], "avx2": ["avx2", "base", "none"]}  # where the processor has more, and less
     assert done.stdout.splitlines()[-1] in levels[value], done.stdout
+
+
+TINY = """
+import torch
+from modelcenter.ops.attention import attention
+v = torch.full((1, 1, 1, 32), 1e-39, dtype=torch.bfloat16)
+print(attention(torch.ones_like(v), torch.ones_like(v), v, None, None, None, 1.0, False, None, 0.0).equal(v))
+"""
+
+
+@pytest.mark.skipif(not _kernels.available("cpu") or _kernels._C.cpu_level != "avx512", reason="no instruction set with such units")
+def test_an_instruction_set_by_name_is_without_units_for_bf16() -> None:
+    """Those of AMX take what is subnormal for 0."""
+    assert python("-c", TINY, MODELCENTER_CPU="avx512").stdout == "True\n"
+    amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()  # and it may be asked for
+    assert python("-c", TINY, MODELCENTER_CPU="").stdout == f"{not amx}\n"
 
 
 @pytest.mark.slow
