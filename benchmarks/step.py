@@ -2,9 +2,10 @@
 
     python benchmarks/step.py [--cases bert-large,gpt2-xl,t5-large,llama-3b,llama-8b,cpm-ant-2b,gpt2,gpt2-medium,bert-base]
                               [--contenders ours,...] [--batch 0] [--steps 6] [--layers N] [--limit SECONDS] [--out DIR]
+    python benchmarks/step.py --cases llama-8b-lora,llama-8b-qlora,gpt2-lora
     python benchmarks/step.py --cases bert-large-texts --data FILE --fields question,passage --tokenizer FOLDER
 
-A step is forward, backward, clip and update on random ids, without dropout but in the last three, which are small. Contenders:
+A step is forward, backward, clip and update on random ids, without dropout but in gpt2, gpt2-medium and bert-base. Contenders:
 `ours` is what `precision=bf16` of modelcenter.train does (fp32 weights and moments), `ours bf16` has weights and moments in bf16,
 `eager` is without CUDA graphs; theirs are transformers with torch's fused AdamW, `amp` autocast over fp32 weights, `bf16` weights
 and moments in bf16, each with its torch.compile, `reduce` that of mode="reduce-overhead", which makes CUDA graphs, and with
@@ -12,15 +13,18 @@ liger-kernel's patches where it has them. Each case names the batch of each; `--
 `efficient` and `math` are ours with another's attention in place of that with a bias by distance (benchmarks/attention.py); of
 FlexAttention `lean` and `small` have a backward that stages less, and in smaller tiles.
 
+In llama-8b-lora, llama-8b-qlora and gpt2-lora an adapter is trained, of rank 16 on all layers but the head, with dropout of 0.05,
+over weights that are frozen, in bf16 or NF4. Theirs is peft's, in fp32 under autocast (`amp`) or in bf16; 4 bits are bitsandbytes'.
+
 In bert-large-texts every step has another batch of real texts, or pairs, of as many lengths as they have, up to 512 tokens: a
 classifier is fine-tuned, with dropout, and real tokens are counted. Ours are without padding, a step in one forward, `tokens` what
 `data.padding_free=true batch_tokens=N` does, with N of so many texts on average, in forwards of as many tokens as it allows, and
 `padded` a text a row. Theirs are padded to the longest of a batch and a multiple of 8, in random order or `grouped` by length as
 transformers.Trainer does. A thread makes the batches and copies them to the card, ours and theirs; whole epochs are timed.
 
-FLOPs are the model's: 6 for a weight of a matrix and token, and 12 x layers x width x length a token for attention, half of it
-where that is causal; the share is of a product of 8192^3 in bf16, measured before each case. Energy and clock are what the card's
-driver tells of the timed steps: at the limit of its power a step takes its energy over that limit.
+FLOPs are the model's: 6 for a weight of a matrix and token, 4 for a frozen one, and 12 x layers x width x length a token for
+attention, half of it where that is causal; the share is of a product of 8192^3 in bf16, measured before each case. Energy and
+clock are what the card's driver tells of the timed steps: at the limit of its power a step takes its energy over that limit.
 """
 
 import argparse
@@ -49,6 +53,7 @@ from torch import Tensor, nn
 from train import Step, batch_of, our_step, their_step
 
 import modelcenter as mc
+from modelcenter.adapter.attach import choose, insert
 from modelcenter.data.config import DataConfig
 from modelcenter.data.loader import Budget, Loader
 from modelcenter.data.objective import make_examples
@@ -63,6 +68,7 @@ from modelcenter.layers.view import View
 from modelcenter.optim.config import OptimizerConfig
 from modelcenter.optim.optimizers import build_optimizer
 from modelcenter.parallel.machine import Machine
+from modelcenter.place import place
 from modelcenter.train.evaluate import on_device
 from modelcenter.train.graphs import graphs_of
 from modelcenter.train.resolve import forward_tokens
@@ -83,10 +89,12 @@ class Case:
     batches: dict[str, tuple[int, ...]]
     config: dict[str, Any] = field(default_factory=dict)
     texts: bool = False  # real ones, of any length up to `length`
+    quantize: str = ""  # an adapter is trained, and the weights are frozen: as they are ("none") or in 4 bits ("nf4")
 
 
 EPOCHS = 2  # of texts that are timed, after one, or as many in which compilers see all shapes and graphs are recorded
 WARM = 4.0  # seconds, beside the first steps, after which compilers are done and the card is as hot as it gets
+ADAPTER: dict[str, Any] = {"rank": 16, "alpha": 32.0, "dropout": 0.05}  # as in recipes/lora.yaml and qlora.yaml
 STILL = {"dropout": 0.0, "attn_dropout": 0.0, "embed_dropout": 0.0}
 SMALL = ("ours", "ours eager", "hf amp", "hf amp compile", "hf amp reduce")
 CASES = {
@@ -131,6 +139,18 @@ CASES = {
     "gpt2": Case("gpt2", "lm", "AutoModelForCausalLM", 1024, dict.fromkeys(SMALL, (4,))),
     "gpt2-medium": Case("gpt2-medium", "lm", "AutoModelForCausalLM", 1024, dict.fromkeys(SMALL, (4,))),
     "bert-base": Case("bert-base-uncased", "mlm", "AutoModelForMaskedLM", 128, dict.fromkeys(SMALL, (32,))),
+    # Adapters, as recipes/lora.yaml and qlora.yaml put them on all layers but the head.
+    "llama-8b-lora": Case(
+        "llama-3.1-8b", "lm", "AutoModelForCausalLM", 2048,
+        {"ours": (4, 8), "hf amp liger": (4, 8), "hf bf16 liger": (4, 8), "hf bf16 compile": (4,)}, quantize="none",
+    ),
+    "llama-8b-qlora": Case(
+        "llama-3.1-8b", "lm", "AutoModelForCausalLM", 2048,
+        {"ours": (4, 8), "hf amp liger": (4, 8), "hf bf16 liger": (4, 8)}, quantize="nf4",
+    ),
+    "gpt2-lora": Case(
+        "gpt2", "lm", "AutoModelForCausalLM", 1024, dict.fromkeys(("ours", "ours eager", "hf amp"), (4,)), quantize="none",
+    ),
 }  # fmt: skip
 
 
@@ -144,8 +164,27 @@ def build(case: Case, dtype: torch.dtype, layers: int | None, device: Any = "met
 def ours(case: Case, device: torch.device, kind: str, layers: int | None) -> tuple[nn.Module, dict[str, Any]]:
     """The model, and how it is to compute: arguments of `our_step`."""
     low, graphed = "bf16" in kind.split(), "eager" not in kind.split()
+    if case.quantize:
+        return adapted(case, device, layers), {"precision": "bf16", "graphed": graphed}
     model = build(case, torch.bfloat16 if low else torch.float32, layers, device)
     return model, {"precision": "fp32" if low else "bf16", "moments": "bf16" if low else "fp32", "graphed": graphed}
+
+
+def adapted(case: Case, device: torch.device, layers: int | None) -> nn.Module:
+    """Our model with an adapter, as `load` makes it for a run, with random weights."""
+    config = mc.AdapterConfig(name="lora", quantize=case.quantize, **ADAPTER)  # type: ignore[arg-type]  # a name it knows
+    model = build(case, torch.float32, layers)
+
+    def ready(name: str, layer: nn.Module) -> None:
+        layer.to_empty(device=device)
+        nn.init.normal_(layer.get_parameter("weight"), std=0.02)
+
+    insert(model, config, choose(model, config), None, ready, "bf16")
+    place(model, device, None)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(std=0.02) if p.dim() > 1 else p.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
 
 
 def theirs(case: Case, device: torch.device, kind: str, layers: int | None) -> tuple[nn.Module, Callable[[], Any]]:
@@ -159,14 +198,35 @@ def theirs(case: Case, device: torch.device, kind: str, layers: int | None) -> t
         from liger_kernel.transformers import _apply_liger_kernel
 
         _apply_liger_kernel(config.model_type)
-    dtype = torch.float32 if "amp" in words else torch.bfloat16
+    dtype = torch.float32 if "amp" in words and not case.quantize else torch.bfloat16
     with device:
         model = getattr(transformers, case.auto).from_config(config, dtype=dtype)
+    if case.quantize:
+        model = in_peft(model, case.quantize, "amp" in words)
     if "compile" in words:
         model.compile(dynamic=case.texts or None)
     if "reduce" in words:
         model.compile(mode="reduce-overhead")
     return model, partial(autocast, "bf16" if "amp" in words else "fp32", device)
+
+
+def in_peft(model: Any, quantize: str, wide: bool) -> Any:
+    """Transformers' model with the same adapter of peft's, in fp32 if `wide`; with 4 bits of bitsandbytes'."""
+    import peft
+
+    if quantize == "nf4":
+        import bitsandbytes as bnb  # type: ignore[import-not-found]  # only where there is a GPU
+
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, nn.Linear) and name != "lm_head":
+                sizes = layer.in_features, layer.out_features, layer.bias is not None
+                coded: Any = bnb.nn.Linear4bit(*sizes, torch.bfloat16, quant_type="nf4")
+                coded.weight = bnb.nn.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+                model.set_submodule(name, coded.to(layer.weight.device))
+        model.is_loaded_in_4bit = True
+    sizes = {"r": ADAPTER["rank"], "lora_alpha": ADAPTER["alpha"], "lora_dropout": ADAPTER["dropout"]}
+    config = peft.LoraConfig(**sizes, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=wide)
 
 
 def build_config(case: Case, layers: int | None) -> dict[str, Any]:
@@ -367,7 +427,7 @@ def work_of(model: Any, case: Case, lengths: Sequence[int], labelled: float) -> 
     seen = 2.5 if case.task == "seq2seq" else 0.5 if case.task == "lm" else 1.0
     scores = 12 * (sizes.layers - (1 - labelled)) * width * seen * sum(length * length for length in lengths)
     head = 0 if case.task == "classify" else labelled * sizes.vocab * sizes.dim
-    return tokens * 6 * (matrices + head) + scores
+    return tokens * (4 if case.quantize else 6) * (matrices + head) + scores  # what is frozen has no gradient
 
 
 def ceiling(device: torch.device) -> float:

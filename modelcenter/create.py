@@ -119,7 +119,7 @@ def load(
     `dtype`: fp32, bf16, fp16 or a torch dtype; auto keeps the dtype of the checkpoint's weights.
     `device`: where the weights go; "meta" allocates nothing and reads no weights.
     `machine`: a machine profile or its name. The model is sharded accordingly, and each process reads only its own part.
-    `precision`: see `parallelize`.
+    `precision`: see `parallelize`. Frozen matrices beneath an adapter are then held in it.
     `adapter`: a new adapter to put on the model.
     `config`: fields of the config to change, such as {"dropout": 0.0}.
     `revision`, `local_files_only`: as in huggingface_hub.
@@ -151,7 +151,7 @@ def load(
         machine, adapters = machine if machine is None else as_machine(machine), dict[str, Lazy]()
         if adapter is not None:
             check_adapter(model, adapter, machine)
-            adapters = put_on(model, adapter, saved, weights, device, seed)
+            adapters = put_on(model, adapter, saved, weights, device, seed, precision)
         if asked == "auto" and not model.bare and (drawn := model.load_report.new):  # nobody said that it is to be trained
             noise = f"not there, and drawn at random; what task={task} says is noise"
             warnings.warn(f"{path}: {', '.join(drawn)}: {noise}", stacklevel=3)
@@ -233,7 +233,7 @@ def foreign(model: Model, folder: Folder) -> set[str]:
 
 
 def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: dict[str, Lazy],
-           device: str | torch.device | None, seed: int) -> dict[str, Lazy]:
+           device: str | torch.device | None, seed: int, precision: str | None) -> dict[str, Lazy]:
     """Put a new adapter, or a saved one, on the model, and return the values of the adapter's parameters. Parameters of the model
     that a saved adapter holds whole replace those in `weights`."""
 
@@ -246,7 +246,7 @@ def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: d
         fill(layer, {leaf: weights[f"{name}.{leaf}"] for leaf, _ in layer.named_parameters()})
 
     if saved is None:
-        insert(model, adapter, choose(model, adapter), None, ready)
+        insert(model, adapter, choose(model, adapter), None, ready, precision)
         return first_values(model, seed)
     saved = saved.spoken(model)
     if (words := saved.vocab(model)) not in (None, model.config.vocab):
@@ -254,7 +254,7 @@ def put_on(model: Model, adapter: AdapterConfig, saved: Saved | None, weights: d
     places, wholes = saved.places(model), saved.wholes(model)
     weights |= wholes
     model.load_report = replace(model.load_report, new=[n for n in model.shapes if n in model.load_report.new and n not in wholes])
-    insert(model, adapter, places, saved.trained(model), ready)
+    insert(model, adapter, places, saved.trained(model), ready, precision)
     return saved.values(model, places)
 
 

@@ -90,6 +90,7 @@ class Model(Guest):
     source: str | None = None  # where the weights came from: a hub id, or a folder's whole path
     revision: str | None = None  # of the hub id, if one was asked for
     adapter: AdapterConfig | None = None  # what is trained in place of the weights
+    narrowed: bool = False  # beneath the adapter, frozen weights were rounded to the precision of a run
     merged: bool = False  # an adapter was merged into the weights, which are no longer those of the source
     resized: frozenset[str] = frozenset()  # parameters whose rows, one a word, were changed by `resize_token_embeddings`
 

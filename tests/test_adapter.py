@@ -30,6 +30,7 @@ from modelcenter.data.tokenizer import CharTokenizer
 from modelcenter.layers import Linear, NF4Linear
 from modelcenter.layers.adapter import adapted
 from modelcenter.layers.quantized import QuantizedLinear
+from modelcenter.ops import linear as products
 from modelcenter.train.read import load_recipe
 
 CASES = cases(all_variants=False)
@@ -667,6 +668,29 @@ def test_codes_are_whole_on_every_rank() -> None:
     spawn(2, held, zoo.reference(GPT)[1])
 
 
+def rounded(rank: int, folders: dict[Case, str]) -> None:
+    """Frozen weights that are held in bf16, beside a trained adapter in fp32: the bits of fp32 weights that each forward rounds."""
+    for case, folder in folders.items():
+        for where in ({"fsdp": 2}, {"fsdp": 2, "zero": 2}, {"tensor_parallel": 2}, {"replicate": 2}):
+            machine, what, found = mc.Machine(device="cpu", **where), f"{case} {where}", []
+            wide = mc.parallelize(mc.load(folder, adapter=lora()), machine, "bf16")
+            held = mc.load(folder, adapter=lora(), precision="bf16", machine=machine)
+            assert {p.dtype for p in held.parameters()} == {torch.float32, torch.bfloat16}, what
+            for model in (wide.eval(), held.eval()):
+                for layer in adapted(model).values():
+                    put(layer.b.weight, torch.randn(layer.out_features, 3, generator=torch.Generator().manual_seed(1)))
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = scores(model(**inputs(case))).float().square().mean()
+                loss.backward()
+                found.append({"loss": loss} | {n: full(p.grad) for n, p in model.named_parameters() if p.requires_grad})
+            assert len(found[0]) > 10 and all(torch.equal(found[1][n], value) for n, value in found[0].items()), what
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+def test_frozen_matrices_of_a_run_on_a_mesh() -> None:
+    spawn(2, rounded, {case: zoo.reference(case)[1] for case in (GPT, LLAMA)})
+
+
 WIDE = {"layers": 1, "dim": 128, "heads": 2, "hidden": 256, "positions": 16, "vocab": 64, "dropout": 0.0, "embed_dropout": 0.0,
         "attn_dropout": 0.0}  # fmt: skip
 
@@ -873,14 +897,43 @@ def test_a_run_trains_saves_and_resumes_the_adapter_alone(
     mc.train(run_of(tmp_path, base, **changes), machine)
     again = load_file(tmp_path / "out" / "model" / WEIGHTS)
     assert again.keys() == wanted.keys() and all(torch.equal(again[n], wanted[n]) for n in wanted)
-    args = inputs(GPT)
+    args, low = inputs(GPT), changes.get("precision") == "bf16"
     run.model.eval()
-    assert torch.equal(scores(mc.load(tmp_path / "out" / "model", dtype="fp32")(**args)), scores(run.model(**args)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        assert torch.equal(scores(mc.load(tmp_path / "out" / "model", dtype="fp32")(**args)), scores(run.model(**args)))
     assert main(["evaluate", str(tmp_path / "out"), "--machine", "cpu"]) == 0
     assert main(["merge", str(tmp_path / "out"), str(tmp_path / "merged")]) == 2
     assert f"no adapter_config.json; what was trained there is {tmp_path / 'out' / 'model'}" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "out" / "model"), str(tmp_path / "merged")]) == 0
-    torch.testing.assert_close(scores(mc.load(tmp_path / "merged")(**args)), scores(run.model(**args)), rtol=1e-3, atol=1e-3)
+    off = 2e-2 if low else 1e-3  # the run's frozen weights are rounded to bf16
+    torch.testing.assert_close(scores(mc.load(tmp_path / "merged")(**args)), scores(run.model(**args)), rtol=off, atol=off)
+    if low:
+        with pytest.raises(mc.InputError, match="adapter: merged into weights that were rounded for a run; save it, and merge"):
+            mc.merge_adapter(run.model)
+
+
+@pytest.mark.parametrize("case", [GPT, Case("gpt2", "untied", "lm"), LLAMA, T5], ids=str)
+@pytest.mark.parametrize(("precision", "low"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_frozen_matrices_are_held_in_the_precision_of_the_run(case: Case, precision: str, low: torch.dtype,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """But for the head's, and those that an embedding shares. Forwards under autocast are the same, and others are in fp32."""
+    monkeypatch.setattr(products, "has_low_units", lambda dtype: True)  # without them nothing was rounded
+    folder, config = zoo.reference(case)[1], lora(targets=["q", "down"])
+    whole, held = (mc.load(folder, adapter=config, precision=kind).eval() for kind in ("fp32", precision))
+    linear = {name for name, layer in held.named_modules() if type(layer) is Linear and not name.startswith("head.")}
+    inside = {name.rpartition(".")[0] for name, p in held.named_parameters() if p.dtype == low}
+    assert inside == {name for name in linear if not name.endswith((".a", ".b"))} and len(inside) > 6
+    assert {p.dtype for p in whole.parameters()} == {p.dtype for p in held.parameters() if p.requires_grad} == {torch.float32}
+    for model in (whole, held):
+        for layer in adapted(model).values():
+            torch.nn.init.normal_(layer.b.weight, generator=torch.Generator().manual_seed(1))
+    args = inputs(case)
+    with torch.autocast("cpu", low):
+        assert torch.equal(scores(held(**args)), scores(whole(**args)))
+    for name in inside:
+        weight = whole.get_parameter(f"{name}.weight")
+        weight.data = weight.to(low).float()
+    torch.testing.assert_close(scores(held(**args)), scores(whole(**args)), rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_is_not_trained_on_random_weights(tmp_path: Path) -> None:

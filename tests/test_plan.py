@@ -556,6 +556,10 @@ def test_a_model_alone_has_its_adapter_and_its_tokens() -> None:
     whole, lora = (paper.job_alone(one, CPU, False).model for one in (recipe, adapted))
     trained = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in (whole, lora)]
     assert trained[1] < 0.01 * trained[0] and lora.adapter.name == "lora" and not lora.load_report.new
+    for narrow, kinds in (("fp32", {torch.float32}), ("bf16", {torch.float32, torch.bfloat16})):
+        one = replace(adapted, precision=narrow)
+        for model in (paper.job_alone(one, CPU, False).model, fit.whole(whole, one)):
+            assert {p.dtype for p in model.parameters()} == kinds, "as the run will hold them"
     jobs = [paper.job_alone(replace(recipe, batch_tokens=n), CPU, False) for n in (None, 16 * 32 + 15, 3)]
     assert [job.rows for job in jobs] == [4, 32, 1]
     fours = replace(recipe, batch_tokens=25 * jobs[0].tokens, micro_batch=4)

@@ -23,6 +23,7 @@ from ..layers.quantized import Int8Linear, NF4Linear, QuantizedLinear
 from ..names import Lazy, Shape, Split
 from ..ops._mode import PLAIN
 from ..parallel.averaging import watch
+from ..parallel.device import LOW
 from ..theirs import LAYERS
 from .config import ALL, AdapterConfig, check_config
 
@@ -117,11 +118,12 @@ def ends(name: str, target: str) -> bool:
 
 
 def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved: Iterable[str] | None = None,
-           ready: Callable[[str, Linear], None] = lambda name, layer: None) -> None:
+           ready: Callable[[str, Linear], None] = lambda name, layer: None, precision: str | None = None) -> None:
     """Freeze the model, quantise what the config says, and wrap the layers of `places`. The adapters have no values yet.
 
     `saved`: the parameters that stay trained; None: those that the config names. `ready` is called with each layer before it is
-    quantised, and may make it wider for that.
+    quantised, and may make it wider for that. `precision`: bf16 or fp16, if forwards will run under torch.autocast with it, which
+    rounds what they multiply by. Frozen matrices but the head's are then rounded once and held so: half of the memory of fp32.
     """
     if model.adapter is not None:
         refuse(None, "adapter", "the model has one", "a model without, or merge it first")
@@ -150,6 +152,11 @@ def insert(model: "Model", config: AdapterConfig, places: Iterable[Place], saved
             layer = Adapted(base, place.rank, place.scale, a=a, dropout=config.dropout, dora=config.name == "dora")
             a = layer.a if place.shared else None
             model.set_submodule(name, layer.train(base.training))
+    for name, layer in model.named_modules() if precision in LOW else ():
+        inside = type(layer) is Linear and not name.startswith("head.")  # whose weight may be an embedding's
+        if inside and not layer.weight.requires_grad and layer.weight.dtype == torch.float32:
+            layer.weight = nn.Parameter(layer.weight.to(LOW[str(precision)]), requires_grad=False)
+            model.narrowed = True
     model.adapter = config
 
 
@@ -221,11 +228,14 @@ def fill_all(model: nn.Module, base: dict[str, Lazy], own: dict[str, Lazy], grou
 
 def merge_adapter(model: "Model") -> "Model":
     """Merge every adapter into the weights beneath it, in place and in their dtype, and return `model`. Quantised layers become
-    plain ones first. Errors: `InputError` for a model that has no adapter, or is sharded."""
+    plain ones first. Errors: `InputError` for a model that has no adapter, is sharded, or was loaded with a `precision`, for which
+    its weights were rounded."""
     if model.adapter is None:
         refuse(None, "adapter", "the model has none", "a model with one: mc.load of the adapter's folder")
     if any(type(p) not in PLAIN for p in model.parameters()):
         refuse(None, "adapter", "merged where the model is sharded", "merge in one process")
+    if model.narrowed:
+        refuse(None, "adapter", "merged into weights that were rounded for a run", "save it, and merge mc.load(its folder)")
     for name, layer in adapted(model).items():
         model.set_submodule(name, layer.merged())
     for name, layer in list(model.named_modules()):

@@ -1,14 +1,16 @@
 """A frozen linear layer with a trained addition of low rank. Hu et al., 2021, "LoRA"; Liu et al., 2024, "DoRA"."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..ops import Op, dropout
 from ..ops._mode import autocast_dtype
-from .dropout import Dropout
-from .linear import Linear
+from ..ops.low_rank import Frozen, Gated, low_rank
+from .dropout import Dropout, rate
+from .linear import Linear, alone
 from .quantized import QuantizedLinear
 
 
@@ -35,10 +37,12 @@ class Adapted(nn.Module):
         self.magnitude = nn.Parameter(torch.empty(base.out_features, **made)) if dora else None
 
     def forward(self, x: Tensor, *, bias: bool = True) -> Tensor:
+        if (made := self.joint(x, (self,), bias)) is not None:
+            return made[0]
         out: Tensor = self.base(x, bias=bias)
         kept = self.dropout(x)
         low = kept.to(self.a.weight.dtype) if autocast_dtype(x.device) is None else kept
-        change = (self.b(self.a(low)) * self.scale).to(out.dtype)
+        change = self.b(self.a(low) * self.scale).to(out.dtype)
         if self.magnitude is None:
             return out.add(change)
         if kept is x:
@@ -47,6 +51,36 @@ class Adapted(nn.Module):
             plain = self.base(kept, bias=False)
         factor = (local(self.magnitude) / self.lengths()).to(out.dtype)
         return out.add((factor - 1) * plain + factor * change)
+
+    def gated(self, act: Op, gate: Tensor, up: Tensor, seed: Tensor | None, p: float) -> Tensor:
+        """The layer behind a gated activation, with dropout if there is a seed. Nothing else may use gate and up."""
+        if (made := self.joint(Gated(act, gate, up, seed, p), (self,))) is not None:
+            return made[0]
+        hidden = act(gate, up)
+        out: Tensor = self(hidden if seed is None else dropout(hidden, None, seed, p))
+        return out
+
+    @staticmethod
+    def joint(x: Tensor | Gated, layers: Sequence["Adapted"], bias: bool = True) -> Sequence[Tensor] | None:
+        """layer(x) for each layer by one op, which draws one dropout for all of them; None if they must be called."""
+        first, p = layers[0], rate(layers[0].dropout)
+        if p is None or not all(layer.simple() and rate(layer.dropout) == p and layer.scale == first.scale for layer in layers):
+            return None
+        a, b = ([part.weight for part in parts] for parts in zip(*((layer.a, layer.b) for layer in layers), strict=True))
+        return low_rank(x, [layer.frozen(bias) for layer in layers], a, b, first.scale, p)
+
+    def simple(self) -> bool:
+        """Whether this is LoRA, and calls of its parts do nothing but what their classes do."""
+        base, thin = self.base, all(alone(part) and part.bias is None for part in (self.a, self.b))
+        coded = isinstance(base, QuantizedLinear) and base.given is None and base.summed is None
+        return thin and self.magnitude is None and (alone(base, type(base)) if coded else alone(base))
+
+    def frozen(self, bias: bool) -> Frozen:
+        """What the base multiplies by, and adds."""
+        base, shift = self.base, self.base.bias if bias else None
+        if isinstance(base, QuantizedLinear):
+            return Frozen(base.kind, (base.codes, base.scales), shift)
+        return Frozen("", (base.weight,), shift)
 
     @torch.no_grad()
     def summed(self) -> Tensor:

@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from ..ops import Op, draw, relu
 from ..ops.gated_linear import gated_linear
 from ..ops.linear import rectified
+from .adapter import Adapted
 from .dropout import Dropout, rate
-from .linear import Linear, alone, together
+from .linear import Linear, alone, together, unshared
 
 
 class FFN(nn.Module):
@@ -51,8 +52,11 @@ class GatedFFN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = together(x, self.gate, self.up)
-        if all(map(alone, (self.gate, self.up, self.down))) and (p := rate(self.dropout)) is not None:
-            seed = draw(x.device) if p > 0 else None
-            return gated_linear(self.act, gate, up, self.down.weight, self.down.bias, seed, p)
-        out: Tensor = self.down(self.dropout(self.act(gate, up)))
-        return out
+        p, layers = rate(self.dropout), (self.gate, self.up, self.down)
+        if p is None or not all(map(unshared, layers)):
+            out: Tensor = self.down(self.dropout(self.act(gate, up)))
+            return out
+        seed = draw(x.device) if p > 0 else None
+        if isinstance(self.down, Adapted):
+            return self.down.gated(self.act, gate, up, seed, p)
+        return gated_linear(self.act, gate, up, self.down.weight, self.down.bias, seed, p)

@@ -21,10 +21,18 @@ class Linear(nn.Linear):
 
 
 def together(x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
-    """layer(x) for each layer. If the layers are plain, this is one op whose gradient costs less."""
+    """layer(x) for each layer. If the layers are plain, or have plain adapters, this is one op whose gradient costs less."""
     if all(map(alone, layers)):
         return linears(x, [layer.weight for layer in layers], [layer.bias for layer in layers])  # type: ignore[misc]  # of `Linear`
-    return [layer(x) for layer in layers]
+    joint, made = getattr(layers[0], "joint", None), None
+    if joint is not None and all(type(layer) is type(layers[0]) and not watched(layer) for layer in layers):
+        made = joint(x, layers)
+    return [layer(x) for layer in layers] if made is None else made
+
+
+def unshared(layer: nn.Module) -> bool:
+    """Whether what a plain layer returns, with or without an adapter, is seen by its caller alone."""
+    return alone(layer) or (hasattr(layer, "joint") and not watched(layer))
 
 
 def rounding(block: nn.Module, x: Tensor) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ class QuantizedLinear(nn.Module, ABC):
     stay fp32 whatever dtype the module is cast to, because rounding a scale would change the weight.
     """
 
+    kind: ClassVar[str]  # among those of ops/low_rank.py
     codes: Tensor
     scales: Tensor
     given: Callable[[Tensor], Tensor] | None = None  # what becomes of an input (parallel/adapted.py)
@@ -99,6 +100,8 @@ class QuantizedLinear(nn.Module, ABC):
 class NF4Linear(QuantizedLinear):
     """The weight in 16 levels, with a scale for every 64 elements of a row: 4.5 bits per weight. Dettmers et al., 2023."""
 
+    kind = "nf4"
+
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_nf4(weight)
@@ -113,6 +116,8 @@ class NF4Linear(QuantizedLinear):
 
 class Int8Linear(QuantizedLinear):
     """The weight in 255 levels, with a scale for every row: 8 bits per weight and 32 per row. Dettmers et al., 2022."""
+
+    kind = "int8"
 
     @staticmethod
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:

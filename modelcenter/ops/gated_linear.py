@@ -62,19 +62,24 @@ class GatedLinear(torch.autograd.Function):
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, seed = ctx.saved_tensors
-        gate, up, weight = (x.detach() for x in kept)
+        gate, up, weight, seed = ctx.saved_tensors
         kind, p, of_weight, of_bias = ctx.kinds
         g = grad.reshape(-1, grad.size(-1))
         y = summed([(g, weight)], gate.dtype).view(gate.shape)  # its gradient, and then itself
-        if kept_graph():  # another backward will read gate and up
-            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-            call("gated_backward", dgate, dup, y, None, gate, up, kind, seed, p)
-        else:
-            dgate, dup = gate, up
-            call("gated_backward", gate, up, y, None, None, None, kind, seed, p)
-            torch.autograd.graph.increment_version((gate, up))  # who has kept them after all is told so
+        dgate, dup = gradients(kind, gate, up, y, seed, p)
         dweight, dbias = summed([(g.t(), y.view(-1, y.size(-1)))], of_weight), None
         if ctx.needs_input_grad[8]:
             dbias = summed([(g.new_ones(1, len(g)), g)], torch.promote_types(g.dtype, torch.float32))[0].to(of_bias)
         return None, None, None, None, None, dgate, dup, dweight, dbias
+
+
+def gradients(kind: int, gate: Tensor, up: Tensor, y: Tensor, seed: Tensor | None, p: float) -> tuple[Tensor, Tensor]:
+    """Those of gate and up, written over them. `y`, which is that of the activation, becomes the activation."""
+    gate, up = gate.detach(), up.detach()
+    if kept_graph():  # another backward will read gate and up
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        call("gated_backward", dgate, dup, y, None, gate, up, kind, seed, p)
+        return dgate, dup
+    call("gated_backward", gate, up, y, None, None, None, kind, seed, p)
+    torch.autograd.graph.increment_version((gate, up))  # who has kept them after all is told so
+    return gate, up

@@ -81,7 +81,15 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         if (low := trained_low(x, weights)) is not None:
             out: tuple[Tensor, ...] = Summed.apply(x, low, *weights, *biases)  # type: ignore[no-untyped-call]  # as above
             return out
-    return tuple(map(partial(F.linear, x), weights, biases))
+    factors: list[Sequence[Tensor | None]] = [weights, biases]
+    if x.dtype == torch.float32 and autocast_dtype(x.device) is None:
+        factors = [list(map(widened, some)) for some in factors]
+    return tuple(map(partial(F.linear, x), *factors))
+
+
+def widened(factor: Tensor | None) -> Tensor | None:
+    """A frozen factor that a run holds in its precision (adapter/attach.py), for a product with x in fp32 outside of the run."""
+    return factor if factor is None or factor.requires_grad or factor.dtype not in LOW else factor.float()
 
 
 def intercepted(*tensors: Tensor) -> bool:

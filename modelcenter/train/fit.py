@@ -241,7 +241,7 @@ def whole(model: Model, recipe: Recipe) -> Model:
     if isinstance(out.head, ClassifyHead):
         out.head.r_drop = recipe.loss.r_drop
     if recipe.adapter.name != "none":
-        insert(out, recipe.adapter, choose(out, recipe.adapter))
+        insert(out, recipe.adapter, choose(out, recipe.adapter), precision=recipe.precision)
     return out
 
 

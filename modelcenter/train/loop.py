@@ -60,7 +60,8 @@ from .step import autocast
 class Run:
     """A run that has ended: at its last step, or (`stopped`) on a signal.
 
-    `metrics` holds the last value of each. `model` is None if this process started ranks for the run; output_dir/model holds it."""
+    `metrics` holds the last value of each. `model` is None if this process started ranks for the run; output_dir/model holds it.
+    Beneath an adapter it has its frozen matrices as the run had them, rounded to its precision; the folder has their source."""
 
     output_dir: Path
     step: int

@@ -133,7 +133,7 @@ def job_alone(recipe: Recipe, device: torch.device, gpu: bool) -> Job:
     check_length(recipe, vars(model.config))
     restrict(model, recipe)
     if recipe.adapter.name != "none":
-        insert(model, recipe.adapter, choose(model, recipe.adapter))
+        insert(model, recipe.adapter, choose(model, recipe.adapter), precision=recipe.precision)
     if isinstance(model.head, ClassifyHead):
         model.head.r_drop = recipe.loss.r_drop
     first, pairs = example(recipe, model), bool(model.encoder_decoder)

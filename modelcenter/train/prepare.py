@@ -203,7 +203,7 @@ def find_model(recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...] | No
         model = build(recipe.model, task=recipe.task, device=device, config=recipe.config, id2label=id2label)
         model.load_report = LoadReport()
         if adapter is not None:
-            insert(model, adapter, choose(model, adapter))
+            insert(model, adapter, choose(model, adapter), precision=recipe.precision)
         return model
     if recipe.init == "pretrained":
         return load(recipe.model, task=recipe.task, dtype=torch.float32, device=device, machine=machine, precision=recipe.precision,
