@@ -97,11 +97,15 @@ class Guest(nn.Module):
                 out.pop(prefix + name, None)
         return out
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
         for name, source in self.held().items():
-            if prefix + source in state_dict:
+            if prefix + source in state_dict and local_metadata.get("assign_to_params_buffers"):
+                value = state_dict[prefix + source]  # of a plain tensor torch would make a parameter for each name
+                one = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)  # torch sets that
+                state_dict[prefix + name] = state_dict[prefix + source] = one
+            elif prefix + source in state_dict:
                 state_dict.setdefault(prefix + name, state_dict[prefix + source])
-        super()._load_from_state_dict(state_dict, prefix, *others)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def held(self) -> dict[str, str]:
         """Each tied parameter -> the one that it shares, for those that still are one tensor."""

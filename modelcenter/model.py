@@ -351,11 +351,7 @@ class Model(Guest):
             if prefix := next((key.removesuffix(end) for key, end in ends if end in known), None):
                 found = f"names that begin with {prefix!r}, which a wrapper put there"
                 refuse(None, "state_dict", found, f"{{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}")
-        tied = self.held()
-        found = super().load_state_dict(taken(self, state_dict), strict, assign)
-        if assign and tied:  # one tensor of the file has become a parameter for each of its names
-            self.tie()
-        return found
+        return super().load_state_dict(taken(self, state_dict), strict, assign)
 
     @arguments(RESIZE)
     def resize_token_embeddings(self, vocab: int, pad_to_multiple_of: int | None = None, *, seed: int = 0) -> nn.Embedding:
@@ -382,7 +378,8 @@ class Model(Guest):
             frozen += [name for ours in hits for name in ours if name not in frozen]
         now = current_names(self)
         for name in frozen:
-            self.get_parameter(now[name]).requires_grad_(False)
+            if name in now:  # codes of 4 or 8 bits are no parameters, and never trained
+                self.get_parameter(now[name]).requires_grad_(False)
         return frozen
 
 

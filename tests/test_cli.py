@@ -197,6 +197,8 @@ def test_a_model_without_its_key_is_named_by_that(here: Path, capsys: pytest.Cap
             (folder / ("config.json" if folder.name == "m" else "adapter_config.json")).write_text("{}")
         assert main(["train", "finetune", folder.name, *DATA]) == 2
         assert capsys.readouterr().err.endswith(f" without its key; {key}={folder.name}\n")
+    assert main(["plan", "model=a"]) == 2  # its base alone is no plan of it
+    assert "command line: model: a, an adapter; model=BASE adapter.name=lora; or, " in capsys.readouterr().err
 
 
 def test_a_shape_that_is_not_the_model_s_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

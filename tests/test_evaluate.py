@@ -328,11 +328,13 @@ def test_texts_are_written_and_judged(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("changes", "words"),
     [({"metrics": ["acuracy"]}, "metrics: 'acuracy'; did you mean 'accuracy'"), ({"metrics": ["bleu"]}, "bleu with objective lm"),
-     ({"best": "mcc"}, "best: mcc with objective lm"), ({"generation": {"num_beam": 2}}, "generation.num_beam: unknown key"),
+     ({"best": "mcc"}, "best: mcc with objective lm"),
+     ({"best": "eval_mcc"}, "best: 'eval_mcc'; did you mean 'mcc'"),
+     ({"generation": {"num_beam": 2}}, "generation.num_beam: unknown key"),
      ({"generation": {"num_beams": 2}}, "generation.num_beams: 2 with objective lm, which writes no text; leave it out"),
      ({"patience": 2, "data.eval_fraction": 0.0}, "data.eval_path: missing, and patience 2 asks for an evaluation"),
      ({"data.packing": True, "metrics": ["bits_per_byte"]}, "bits_per_byte of packed")],
-    ids=["unknown", "of texts", "best", "generation", "no texts", "nothing to wait for", "packed"],
+    ids=["unknown", "of texts", "best", "a row's name", "generation", "no texts", "nothing to wait for", "packed"],
 )  # fmt: skip
 def test_refusals(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
@@ -428,9 +430,24 @@ def test_a_classifiers_objective_is_what_its_config_says(kind: str | None, label
     assert f"eval_{expected}" in capsys.readouterr().out
 
 
+def test_a_head_that_is_not_there_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One would be drawn at random, as training does, and its accuracy told as the model's."""
+    mc.build("bert-base-uncased", config={**TINY, "vocab": 300}, task="mlm").save_pretrained(tmp_path / "words")
+    open_tokenizer("roberta:300", ["some text " * 40]).save(tmp_path / "words")
+    rows = [json.dumps({"text": "some text" * n, "pair": "text", "label": n % 2}) for n in range(1, 5)]
+    (tmp_path / "file.jsonl").write_text("\n".join(rows) + "\n")
+    command = ["evaluate", str(tmp_path / "words"), f"data.path={tmp_path}/file.jsonl", "data.seq_len=16"]
+    assert main([*command, "objective=classify"]) == 2
+    said = capsys.readouterr().err
+    assert "words: model: no head.out.weight, and with numbers drawn at random" in said and "objective=classify\n" in said
+    for rest in ([], ["objective=similarity", "data.pair_key=pair"]):  # vectors are made of what is there
+        assert main([*command, *rest]) == 0
+
+
 @pytest.mark.parametrize(("asked", "trained", "fits"), [
     ("classify", "classify", True), ("multilabel", "classify", False), ("regress", "multilabel", False), ("seq2seq", "span", True),
-    ("choice", "classify", True), ("tag", "classify", False), ("chat", "lm", True)])  # fmt: skip
+    ("choice", "classify", True), ("tag", "classify", False), ("chat", "lm", True), ("similarity", "contrastive", True),
+    ("contrastive", "similarity", True)])  # fmt: skip
 def test_a_run_is_judged_by_an_objective_of_its_head(asked: str, trained: str, fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(InputError, match=f"objective: {asked}, where the run has trained for {trained}"):
         check_objective(asked, trained)
@@ -445,6 +462,19 @@ def test_a_run_has_its_head_and_says_so(asked: str, found: str, tmp_path: Path, 
     (tmp_path / "recipe.yaml").write_text(dump_yaml(to_dict(replace(recipe_of(tmp_path), task="lm"))))
     assert main(["evaluate", str(tmp_path), f"objective={asked}"]) == 2
     assert capsys.readouterr().err == f"modelcenter: error: {found}\n"
+
+
+def test_a_run_is_judged_otherwise_whatever_its_best_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is of another objective, and not to be given where nothing is trained."""
+    pairs = [{"text": f"a b {n}", "pair": f"c {n}", "label": n / 20} for n in range(20)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    changes = {"objective": "contrastive", "model": "bert-base-uncased", "config": {**TINY, "hidden": 64}, "data.pair_key": "pair",
+               "tokenizer": "roberta:270", "data.path": str(tmp_path / "data.jsonl"), "micro_batch": None, "max_steps": 2,
+               "eval_steps": 1, "save_steps": None, "best": "accuracy", "schedule.warmup_steps": 0}  # fmt: skip
+    assert train(recipe_of(tmp_path, **changes), MACHINE).step == 2
+    assert main(["evaluate", str(tmp_path / "out"), "objective=similarity", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval_targets"] == 2 and "eval_spearman" in found and "eval_accuracy" not in found
 
 
 @pytest.mark.parametrize("setting", ["optimizer.lr=1e-3", "save_steps=5", "num_epochs=2"])

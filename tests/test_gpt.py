@@ -247,6 +247,12 @@ def test_freezing(tmp_path: Path) -> None:
         ours.freeze("decoder.block")
 
 
+def test_freezing_beside_codes() -> None:
+    ours = mc.load(zoo.reference(CASE)[1], adapter=mc.AdapterConfig(name="lora", quantize="int8", modules_to_save=("ln_f",)))
+    assert "decoder.blocks.0.attn.q.weight" in ours.freeze("decoder.blocks.0", "transformer.ln_f")
+    assert not ours.decoder.norm.weight.requires_grad and ours.decoder.blocks[0].attn.q.a.weight.requires_grad
+
+
 def test_sampling_is_a_function_of_the_seed() -> None:
     _, ours = zoo.pair(CASE)
     ids = zoo.inputs(CASE)["input_ids"]

@@ -166,6 +166,11 @@ def test_tied_weights_have_one_name_and_answer_to_two() -> None:
     outer, copied = torch.nn.Sequential(model), torch.nn.Sequential(other)
     assert "0.embed.tokens.weight" in outer.state_dict() and "0.head.out.weight" not in outer.state_dict()
     copied.load_state_dict(outer.state_dict())
+    for given in (model.state_dict(), {**model.state_dict(), "head.out.weight": torch.zeros(50, 32)}):
+        new = torch.nn.Sequential(mc.build("gpt2", config=SIZES, device="meta"))
+        new.load_state_dict({f"0.{name}": t.clone() for name, t in given.items()}, assign=True)
+        assert new[0].head.out.weight is new[0].embed.tokens.weight and new[0].head.out.weight.requires_grad
+        assert torch.equal(new[0].head.out.weight, model.head.out.weight)
     with pytest.raises(RuntimeError, match="Missing key"):
         other.load_state_dict({name: t for name, t in state.items() if name != "embed.tokens.weight"})
     other.head.out.weight = torch.nn.Parameter(torch.zeros(50, 32))
@@ -253,6 +258,7 @@ def test_a_config_is_read_by_their_names() -> None:
     config = mc.build("gpt2", config=SIZES).config
     assert (config.vocab_size, config.n_embd, config.hidden_size) == (50, 32, 32)
     assert (config.num_hidden_layers, config.num_attention_heads) == (1, 2)
+    assert config.max_position_embeddings == config.n_positions == 8
     assert config.get_text_config() is config and not config.is_encoder_decoder and config.pad_token_id is None
     assert mc.build("t5-small", device="meta").config.is_encoder_decoder
     config.pad_token_id, config.use_cache = 7, False

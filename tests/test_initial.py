@@ -110,7 +110,10 @@ def test_a_run_begins_from_a_config_alone(tmp_path: Path) -> None:
 
     with pytest.raises(mc.InputError, match="a folder with weights, and init is random; init=pretrained"):
         run()
-    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").rename(model / "adapter_config.json")
+    with pytest.raises(mc.InputError, match="a folder with weights, and init is random; init=pretrained"):
+        run()
+    (model / "adapter_config.json").unlink()
     with pytest.raises(mc.InputError, match=r"config: layers beside the config\.json of .*; config=\{\}"):
         run(config={"layers": 2})
     run()

@@ -200,6 +200,16 @@ def test_a_benchmark_with_gaps(tmp_path: Path) -> None:
         average("superglue", tmp_path)
 
 
+def test_a_benchmark_judges_the_model_that_is_kept(tmp_path: Path) -> None:
+    """Which is that of the last step, unless the recipe keeps the best."""
+    (tmp_path / "rte").mkdir()
+    rows = [{"step": k, "eval_loss": 1.0, "eval_accuracy": value, "best_step": 2} for k, value in ((1, 0.5), (2, 0.75), (3, 0.625))]
+    (tmp_path / "rte" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for best, score in (("null", 62.5), ("accuracy", 75.0)):
+        (tmp_path / "rte" / "recipe.yaml").write_text(f"best: {best}\n")
+        assert average("glue", tmp_path)["tasks"] == {"rte": score}
+
+
 def test_the_table_is_whole() -> None:
     assert {m for tasks in SUITES.values() for metrics in tasks.values() for m in metrics} <= set(METRICS)
     assert all((metric.compute is None) == (metric.of == ("loss",)) for metric in METRICS.values())

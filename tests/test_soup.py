@@ -22,7 +22,7 @@ NAMES = {0: "no", 1: "yes"}
 def made(seed: int, dtype: torch.dtype = torch.float32, model: str = "bert-base-uncased", task: str = "classify",
          **other: Any) -> Any:
     labels = {"id2label": NAMES} if task == "classify" else {}
-    return mc.build(model, config=TINY, task=task, seed=seed, dtype=dtype, **{**labels, **other})
+    return mc.build(model, task=task, seed=seed, dtype=dtype, **{"config": TINY, **labels, **other})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,6 +66,13 @@ def test_a_mean_is_rounded_once(tmp_path: Path) -> None:
 def test_what_has_no_mean_is_refused(other: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         soup([made(0), made(1), made(2, **other)])
+
+
+def test_runs_may_differ_in_dropout() -> None:
+    """A setting of the training, which no weight depends on; the mean keeps those of the first."""
+    first, other = made(0), made(1, config={**TINY, "dropout": 0.3, "head_dropout": 0.5})
+    mean = (first.head.out.weight + other.head.out.weight) / 2
+    assert soup([first, other]) is first and torch.equal(first.head.out.weight, mean) and first.config.dropout == 0.1
 
 
 @pytest.mark.parametrize(("models", "words"), [

@@ -32,6 +32,8 @@ from safetensors.torch import load_file
 import modelcenter as mc
 from modelcenter import create
 from modelcenter.__main__ import main
+from modelcenter.adapter.config import AdapterConfig
+from modelcenter.checkpoint.manifest import verify
 from modelcenter.config import dump_yaml, to_dict
 from modelcenter.data.config import DataConfig
 from modelcenter.data.objective import find_objective, objectives
@@ -1367,6 +1369,21 @@ def test_a_head_that_is_new_is_not_frozen(tmp_path: Path) -> None:
     restrict(mc.load(str(tmp_path / "words"), task="classify"), recipe_of(tmp_path, **made, freeze=["encoder"]))
 
 
+@pytest.mark.filterwarnings("ignore:head")
+def test_an_adapter_goes_on_as_what_it_was_trained_for(tmp_path: Path) -> None:
+    """Beside it nothing is trained but what it has: no new head, which its folder would not hold, and nothing is to be frozen."""
+    mc.build("gpt2", config=TINY | {"vocab": 50}).save_pretrained(tmp_path / "base")
+    mc.load(tmp_path / "base", adapter=AdapterConfig(name="lora")).save_pretrained(tmp_path / "lora")
+    made = {"model": str(tmp_path / "lora"), "init": "pretrained", "config": {}}
+    restrict(mc.load(tmp_path / "lora"), recipe_of(tmp_path, **made))
+    with pytest.raises(InputError, match=r"^freeze: given, and \S+lora is an adapter, which freezes all but what it trains"):
+        restrict(mc.load(tmp_path / "lora"), recipe_of(tmp_path, **made, freeze=["embed"]))
+    with pytest.raises(InputError, match=r"lora: adapter: head\.out\.weight, which the weights lack, .* modelcenter merge makes"):
+        restrict(mc.load(tmp_path / "lora", task="classify"), recipe_of(tmp_path, **made, objective="classify"))
+    own = mc.load(tmp_path / "base", task="classify", adapter=AdapterConfig(name="lora"))  # which trains its head
+    restrict(own, recipe_of(tmp_path, **made, objective="classify"))
+
+
 def test_r_drop_wants_a_sequence_a_row() -> None:
     ours = mc.build("bert-base-uncased", config=TINY_BERT, task="classify").train()
     ours.head.r_drop = 1.0
@@ -1699,6 +1716,15 @@ def test_a_run_where_another_writes_its_model_is_refused(tmp_path: Path) -> None
     (tmp_path / "first" / "recipe.yaml").write_text(dump_yaml(to_dict(recipe)))
     with pytest.raises(InputError, match=r"first/model: output_dir: where the run in .*first writes its model; a folder"):
         check(tmp_path / "first" / "model", recipe)
+
+
+def test_a_run_in_a_training_state_is_refused(tmp_path: Path) -> None:
+    """With other files in it a state counts as broken."""
+    run = train(recipe_of(tmp_path, max_steps=5, **{"schedule.warmup_steps": 0}), MACHINE)
+    state = run.output_dir / "step-5"
+    with pytest.raises(InputError, match=r"step-5: output_dir: a training state; \S+out goes on with its run; or a folder of"):
+        train(recipe_of(tmp_path, max_steps=5, output_dir=str(state), **{"schedule.warmup_steps": 0}), MACHINE)
+    verify(state)
 
 
 def test_half_a_file_of_a_run_that_was_killed_is_removed(tmp_path: Path) -> None:

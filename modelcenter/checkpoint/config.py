@@ -166,6 +166,9 @@ class Config:
                 return names if name == "id2label" else {label: i for i, label in names.items()}
             if name in values or name in (*TOKENS, "problem_type"):
                 return values.get(name)
+            spellings = next((key.split("|") for key, _ in rows(self) if name in key.split("|")), [])  # of one key
+            if other := [key for key in spellings if key in values]:
+                return values[other[0]]
             if name == "is_encoder_decoder":  # only that of T5's encoder alone is told
                 return values.get("decoder_start_token_id") is not None
             if name in EVERYWHERE:

@@ -97,8 +97,8 @@ def only_words(folder: str | os.PathLike[str]) -> bool:
 
 
 def weighs(folder: str | os.PathLike[str]) -> bool:
-    """Whether there are weights in `folder`, beside what says their shapes."""
-    return any(os.path.lexists(Path(os.path.expanduser(folder)) / name) for name in WEIGHTS)
+    """Whether there are weights in `folder`, an adapter's too, beside what says their shapes."""
+    return any(os.path.lexists(Path(os.path.expanduser(folder)) / name) for name in (*WEIGHTS, ADAPTER[0]))
 
 
 def find_weights(folder: str | os.PathLike[str]) -> Path:

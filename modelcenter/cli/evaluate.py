@@ -108,6 +108,7 @@ def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
     whole = [str(run / "recipe.yaml"), *args.names[1:]]
     if asked := given(args).get("objective"):  # first: of the head, which that recipe has resolved, nobody has said anything
         check_objective(asked, run_of(replace(args, names=whole, settings=[]))[0].objective)
+        args = replace(args, settings=[*args.settings, "best=null"])  # which the other may not know
     recipe, machine = run_of(replace(args, names=whole))
     if own := {"model", "init", "config", "adapter", "tokenizer"} & given(args).keys():
         wanted = "leave it out, or name the other model's folder in place of the run's"
@@ -116,11 +117,13 @@ def of_run(run: Path, model: Path, args: Arguments) -> "tuple[Recipe, Machine]":
 
 
 def check_objective(asked: str, trained: str) -> None:
-    """Refuse an objective by which the head of a run says nothing: another head's, or labels of another kind."""
+    """Refuse an objective by which the head of a run says nothing: another head's, or labels of another kind. Vectors of texts are
+    compared in any way."""
     from ..data.objective import find_objective
 
     one, other = (find_objective(name) for name in (asked, trained))
-    if one.task != other.task or {"sets", "values"} & set(one.of) != {"sets", "values"} & set(other.of):
+    other_kind = {"sets", "values"} & set(one.of) != {"sets", "values"} & set(other.of)
+    if one.task != other.task or (one.task != "embed" and other_kind):
         refuse(None, "objective", f"{asked}, where the run has trained for {trained}", "leave it out")
 
 

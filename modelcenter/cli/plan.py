@@ -1,8 +1,10 @@
 """`modelcenter plan`."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import COMMAND_LINE, bind, merge, says
@@ -67,13 +69,16 @@ def recipe_of(args: Arguments) -> "tuple[Recipe, Machine, bool]":
             if "data.path: missing" in str(error):
                 refuse(COMMAND_LINE, "data.path", "missing", f"data.path=FILE; or, without data, {form_without_data(args)}")
             raise
-    from ..checkpoint.files import weighs
+    from ..checkpoint.files import ADAPTER, weighs
     from ..train.recipe import Recipe
 
     over = given(args)
     if "model" not in over:
         bind(Recipe, merge(BARE, {"model": "none"} | over), COMMAND_LINE)  # what it does not know may be the model's key, misspelt
         refuse(COMMAND_LINE, "RECIPE", "missing", "a recipe, or model=PRESET")
+    if (Path(os.path.expanduser(str(over["model"]))) / ADAPTER[0]).is_file():
+        wanted = f"model=BASE adapter.name=lora; or, with data, a recipe: plan finetune model={over['model']} data.path=FILE"
+        refuse(COMMAND_LINE, "model", f"{over['model']}, an adapter", wanted)
     if "objective" not in over:
         from ..train.paper import objective_of
 

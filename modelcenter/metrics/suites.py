@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..config import read_recipe
 from ..errors import nearest, refuse, refuse_missing
 
 SUITES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -25,8 +26,8 @@ SUITES: dict[str, dict[str, tuple[str, ...]]] = {
 def average(suite: str, folder: Path) -> dict[str, Any]:
     """`{"suite", "tasks": {task: score}, "missing": [...], "score"}`, 0 to 100, of the runs `folder`/TASK.
 
-    A run's metrics are in metrics.jsonl; the last evaluation counts. `score` is the mean of the tasks that are there: it is the
-    benchmark's score only if none is missing.
+    A run's metrics are in metrics.jsonl; the evaluation of the model that it has written counts. `score` is the mean of the tasks
+    that are there: it is the benchmark's score only if none is missing.
     """
     if suite not in SUITES:
         refuse(None, "suite", repr(suite), nearest(suite, SUITES))
@@ -50,12 +51,15 @@ def average(suite: str, folder: Path) -> dict[str, Any]:
 
 
 def results(file: Path) -> dict[str, Any]:
-    """The last evaluation in a metrics.jsonl."""
-    last: dict[str, Any] = {}
+    """The last evaluation in a metrics.jsonl; of a run whose recipe has a `best`, that of the best step, of which its model is."""
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
         except ValueError:
             refuse(file, f"line {number}", "no JSON", "a metrics.jsonl as a run writes it")
-        last = row if isinstance(row, dict) and "eval_loss" in row else last
+        rows += [row] if isinstance(row, dict) and "eval_loss" in row else []
+    last, recipe = rows[-1] if rows else {}, file.with_name("recipe.yaml")
+    if recipe.is_file() and read_recipe(recipe).get("best") is not None:
+        return next((row for row in rows if row.get("step") == last.get("best_step")), last)
     return last

@@ -49,7 +49,7 @@ METRICS: dict[str, Metric] = {
 def check(name: str, objective: str, of: Sequence[Of], key: str) -> None:
     """Refuse a metric that is unknown, or that cannot be computed `of` what the objective's evaluation gives."""
     if name not in METRICS:
-        refuse(None, key, repr(name), nearest(name, METRICS))
+        refuse(None, key, repr(name), nearest(name.removeprefix("eval_"), METRICS))  # as rows and Trainer call them
     if set(METRICS[name].of).isdisjoint(of):
         refuse(None, key, f"{name} with objective {objective}", f"one of {', '.join(named(of))}")
 

@@ -50,7 +50,7 @@ def alike(first: Model, other: Model) -> Model:
 
 def meaning(model: Model) -> dict[str, Any]:
     """What a model's weights stand for: its family and head, its sizes, how it reads a prompt, what its labels are, and how a
-    vector is made of a sentence."""
+    vector is made of a sentence. Rates of dropout say only how it was trained."""
     file, alone = model.config.file, model.config.num_labels == 1
     found = {"family": type(model).__name__, "head": model.task, **vars(model.config), "prefix_lm": file.get("prefix_lm") is True}
     if model.task == "classify":  # as transformers reads it where it is absent
@@ -59,7 +59,7 @@ def meaning(model: Model) -> dict[str, Any]:
         found["pooling"] = next((name for name, pick in POOLINGS.items() if pick is model.head.pick), None)
         found["dense layers"] = ", ".join(map(str, model.head.dense or ())) or "none"
     del found["file"]
-    return found
+    return {key: value for key, value in found.items() if not key.endswith("dropout")}
 
 
 def words(model: Model) -> Any:

@@ -70,6 +70,9 @@ def check(folder: Path, recipe: Recipe) -> None:
         refuse(folder, "output_dir", "model names it, too", f"a folder of the run's own, such as runs/{folder.name}")
     if not ran and folder.name == "model" and (folder.parent / RECIPE).exists():
         refuse(folder, "output_dir", f"where the run in {folder.parent} writes its model", "a folder of the run's own")
+    if not ran and (folder / MANIFEST).is_file():  # which would be whole no more
+        run = folder.resolve().parent
+        refuse(folder, "output_dir", "a training state", f"{run} goes on with its run; or a folder of the run's own")
     for key, path in (("data.path", recipe.data.path), ("data.eval_path", recipe.data.eval_path)):
         for one in [path] if isinstance(path, str) else path or ():
             if recipe.data.format in MIXED and reads(Path(os.path.expanduser(one)), folder):

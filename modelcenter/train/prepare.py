@@ -40,6 +40,7 @@ from ..errors import MissingError, counted, refuse
 from ..generate.options import FILE, several
 from ..generate.run import beside, settings
 from ..layers import ClassifyHead, EmbedHead, LMHead, last_token
+from ..layers.adapter import current_names
 from ..metrics.table import of_texts
 from ..model import Model
 from ..parallel.machine import ASIDE, Machine
@@ -101,6 +102,9 @@ def prepare_to_judge(recipe: Recipe, machine: Machine, device: torch.device, ran
     records, held_out = read_split(recipe.data)
     with Reader() as reader:
         made = assemble(recipe, machine, device, ranks, records, held_out, reader, judged=True)
+        if lack := drawn(made.model, recipe):
+            found = f"no {lack[0]}, and with numbers drawn at random there is nothing to judge"
+            refuse(recipe.model, "model", found, f"a model that has been trained with objective={recipe.objective}")
         judge = made.evaluation(held_out)
         reader.wait()
     return made, judge
@@ -234,13 +238,25 @@ def restrict(model: Model, recipe: Recipe) -> None:
         family = type(model).__name__.removeprefix("FSDP")  # which torch puts before a class that it has divided
         found = f"fp16 with {family}, whose feed-forward layers overflow it"
         refuse(None, "precision", found, "bf16, or fp32 where there is no bf16")
-    frozen = model.freeze(*recipe.freeze)
+    if recipe.freeze and model.adapter is not None:
+        found = f"given, and {recipe.model} is an adapter, which freezes all but what it trains"
+        refuse(None, "freeze", found, "leave it out; or what modelcenter merge makes of the adapter")
+    model.freeze(*recipe.freeze)
     if recipe.freeze and not any(p.requires_grad for p in model.parameters()):
         refuse(None, "freeze", "all parameters of the model", "one at least is to be trained")
-    made = recipe.init == "pretrained" and not isinstance(model.head, EmbedHead)  # whose pooler has no part in a vector
-    drawn = [name for name in model.load_report.new if len(model.shapes[name]) > 1] if frozen and made else []  # a bias is 0
-    if kept := next((name for name in frozen if name in drawn), None):
-        refuse(None, "freeze", f"{kept}, which the weights lack, and which would stay as it was drawn", "patterns of other names")
+    still = {name for name, now in current_names(model).items() if not model.get_parameter(now).requires_grad}
+    if kept := next((name for name in drawn(model, recipe) if name in still), None):
+        found = f"{kept}, which the weights lack, and which would stay as it was drawn"
+        if recipe.freeze:
+            refuse(None, "freeze", found, "patterns of other names")
+        refuse(recipe.model, "adapter", found, "model=OUT, which modelcenter merge makes of the adapter")
+
+
+def drawn(model: Model, recipe: Recipe) -> list[str]:
+    """The matrices that pretrained weights lack, and that are drawn at random. The pooler of a model of vectors has no part in
+    them."""
+    made = recipe.init == "pretrained" and not isinstance(model.head, EmbedHead)
+    return [name for name in model.load_report.new if len(model.shapes[name]) > 1] if made else []  # a bias is 0
 
 
 def configure(model: Model, recipe: Recipe, tokenizer: Tokenizer, ranks: Ranks) -> None:
