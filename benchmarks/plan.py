@@ -499,9 +499,10 @@ def predict(point: Point, name: str, chip: Chip, out: Path) -> None:
     recipe, machine = recipe_of(point), Machine(device=device.type, **point.degrees)  # type: ignore[arg-type]  # whole numbers
     model = made(point, recipe)
     if recipe.adapter.name != "none":
-        insert(model, recipe.adapter, choose(model, recipe.adapter))
+        insert(model, recipe.adapter, choose(model, recipe.adapter), precision=recipe.precision)
     batch = batch_of(recipe, min(point.rows, 4), int(model.config.vocab))  # a plan makes the widest of it
-    loader = SimpleNamespace(steps=lambda micro_batch: iter([(0, [batch])]))
+    alike = SimpleNamespace(written=0, lengths=torch.ones(1))  # all as the batch: no text has more than its share of targets
+    loader = SimpleNamespace(steps=lambda micro_batch: iter([(0, [batch])]), examples=alike)
     setup: Any = SimpleNamespace(model=model, loader=loader, evaluation=None)
     planned = job_of(recipe, device, setup, partial(autocast, recipe.precision, device), machine, gpu=not here)
     there = memory_of(device) if here else None
@@ -556,7 +557,7 @@ def noisy(model: Any, machine: Machine, precision: str, device: torch.device, ad
 
     first = loud(initial(model, model.shapes, 0, model.init_std))
     if adapter is not None and adapter.name != "none":
-        insert(model, adapter, choose(model, adapter), None, whole)
+        insert(model, adapter, choose(model, adapter), None, whole, precision)
     place(model, device, machine, precision)
     fill_all(model, first, loud(first_values(model, 0)))
     return model.train()

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -700,3 +702,12 @@ def test_a_groups_limit_is_all_the_memory_there_is(version: int, line: str, file
     assert list(device.limits(tmp_path / "none", tmp_path / "cgroup")) == []
     monkeypatch.setattr(device, "limits", lambda: found)
     assert device.memory_of(torch.device("cpu")) == (500, 1000)
+
+
+def test_the_driver_of_plans_predicts_a_point(tmp_path: Path) -> None:
+    """With an adapter: what is frozen is then held as a run holds it."""
+    driver = Path(__file__).parents[1] / "benchmarks" / "plan.py"
+    how = ["--tiny", "--predict", "--points", "341", "--jobs", "1", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(driver), *how], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "here-341.json").read_text())["fits"]
